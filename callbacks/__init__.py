@@ -1,0 +1,1 @@
+"""Keras callbacks for jobs of many ranks; imported as `kerasmgpu.callbacks`."""
