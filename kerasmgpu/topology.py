@@ -6,9 +6,12 @@ Reads environment variables only; neither TensorFlow nor Horovod is imported.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import mmap
 import os
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 
 from kerasmgpu.errors import InvalidArgumentError, LaunchError
 
@@ -118,6 +121,26 @@ def slurm_step_size(environ: Mapping[str, str] = os.environ) -> int | None:
     return int(text)
 
 
+def horovod_mpi_family() -> str | None:
+    """The MPI that the installed Horovod was built for, without importing it.
+
+    Returns:
+        "Open MPI" or "MPICH" (whose library Intel MPI shares); None where Horovod is
+        not installed or was built without MPI.
+    """
+    spec = importlib.util.find_spec("horovod")
+    if spec is None or spec.origin is None:
+        return None
+    for library in sorted(Path(spec.origin).parent.glob("tensorflow/mpi_lib*.so")):
+        with open(library, "rb") as file:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                if content.find(b"libmpi.so.40") >= 0:
+                    return "Open MPI"
+                if content.find(b"libmpi.so.12") >= 0:
+                    return "MPICH"
+    return None
+
+
 def check_size(actual: int, environ: Mapping[str, str] = os.environ) -> None:
     """Refuses a job whose launcher started more processes than joined it.
 
@@ -133,11 +156,14 @@ def check_size(actual: int, environ: Mapping[str, str] = os.environ) -> None:
     promised = launched_size(environ)
     if promised is not None and promised[0] != actual:
         size, variable = promised
+        started_by = environ.get("KERASMGPU_MPI") or SIZE_VARIABLES[variable]
+        built_for = horovod_mpi_family() or "no MPI"
         raise LaunchError(
-            f"{SIZE_VARIABLES[variable]} started {size} processes "
-            f"({variable}={size}), but Horovod joined a job of {actual}: each process "
-            "would train alone. As a rule the `mpirun` that started the job belongs to "
-            "another MPI than the one Horovod was built for. Start the job with "
+            f"{started_by} started {size} processes "
+            f"({variable}={size}), but Horovod, built for {built_for}, joined a job "
+            f"of {actual}: each process would train alone. As a rule the `mpirun` "
+            "that started the job belongs to another MPI than the one Horovod was "
+            "built for. Start the job with "
             "`kerasmgpu run`, or rebuild Horovod with "
             "`kerasmgpu install-horovod --mpi DIR`."
         )

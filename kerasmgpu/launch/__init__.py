@@ -1,1 +1,1 @@
-"""Starting the ranks of a job."""
+"""Starting a job: what to run where, the command that does it, and its processes."""
