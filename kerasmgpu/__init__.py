@@ -17,7 +17,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kerasmgpu import callbacks, errors, layers
+    import kerasmgpu.callbacks as callbacks
+    import kerasmgpu.errors as errors
+    import kerasmgpu.layers as layers
     from kerasmgpu.launch.function import run
     from kerasmgpu.strategy import HorovodStrategy
 

@@ -11,12 +11,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +25,7 @@ from kerasmgpu.horovod_environment import (
     check_built_for_current_tensorflow,
     pinned_horovod_version,
 )
+from kerasmgpu.logged_command import run_logged
 
 __all__ = [
     "GpuToolkit",
@@ -42,7 +40,7 @@ __all__ = [
 
 # Sources, object files and the wheel took under 300 MB (CPU build).
 _FREE_BYTES_NEEDED = 600 * 1024**2
-_BUILD_TIMEOUT_SECONDS = 3600
+_USUAL_CUDA_HOME = "/usr/local/cuda"
 _CHECK_TIMEOUT_SECONDS = 180
 
 # horovod/tensorflow/xla_mpi_ops.cc includes these; TensorFlow 2.16 and later have
@@ -97,33 +95,6 @@ print("kerasmgpu-check", hvd.size(), float(total[0]), flush=True)
 hvd.shutdown()
 """
 
-# Text in a failed command's log -> what it means and what to do.
-_CAUSES = (
-    (
-        r"No space left on device",
-        "the disk is full; free some space, or name a larger temporary folder with "
-        "TMPDIR=DIR",
-    ),
-    (
-        r"fatal error: Killed signal|cc1plus.*Killed|virtual memory exhausted",
-        "the compiler ran out of memory; run again with CMAKE_BUILD_PARALLEL_LEVEL=1",
-    ),
-    (
-        r"No matching distribution found|Could not find a version|"
-        r"Connection (?:refused|reset)|Temporary failure in name resolution",
-        "pip could not get a package; check the network and pip's index settings",
-    ),
-    (
-        r"Could NOT find MPI|MPI_CXX_FOUND",
-        "the MPI named cannot be compiled against; leave --mpi out, or install its "
-        "development files",
-    ),
-    (
-        r"CMAKE_CXX_COMPILER|CMake was unable to find a build program",
-        "CMake found no working C++ compiler; on Debian run: apt-get install g++",
-    ),
-)
-
 
 @dataclass(frozen=True)
 class GpuToolkit:
@@ -152,7 +123,7 @@ def find_gpu_toolkit(environment: PythonEnvironment) -> GpuToolkit:
     """
     nvcc = shutil.which("nvcc")
     candidates = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1]]
-    homes = [Path(home) for home in [*candidates, "/usr/local/cuda"] if home]
+    homes = [Path(home) for home in [*candidates, _USUAL_CUDA_HOME] if home]
     cuda_home = next((home for home in homes if (home / "bin/nvcc").is_file()), None)
     if cuda_home is None:
         raise BuildError(
@@ -218,7 +189,7 @@ def build_wheel(
     tools = _missing_tools(environment)
     if tools:
         names = ", ".join(tools)
-        _run(
+        run_logged(
             [*pip, "install", "-q", "--target", str(folder / "tools"), *tools],
             {**os.environ},
             log,
@@ -228,7 +199,7 @@ def build_wheel(
     # pip's own wheel cache knows nothing of TensorFlow or MPI: keep it out of the way.
     common = ["--no-cache-dir", "--no-build-isolation", "--no-deps"]
     download = ["download", *common, "--no-binary", "horovod", "-d", str(folder)]
-    _run(
+    run_logged(
         [*pip, *download, horovod],
         variables,
         log,
@@ -239,7 +210,7 @@ def build_wheel(
     variables["HOROVOD_LOCAL_VERSION"] = build_version(
         environment, mpi, toolkit.options() if toolkit else ""
     ).partition("+")[2]
-    _run(
+    run_logged(
         [*pip, "wheel", "-v", *common, "-w", str(folder / "wheel"), str(source)],
         variables,
         log,
@@ -266,7 +237,7 @@ def install_wheel(environment: PythonEnvironment, wheel: Path, log: Path) -> Non
     # First what it needs, if that is missing; then the wheel, whatever is there.
     for options in (["-q"], ["-q", "--no-deps", "--force-reinstall"]):
         command = [*pip, "install", "--no-cache-dir", *options, str(wheel)]
-        _run(command, {**os.environ}, log, lambda _: None)
+        run_logged(command, {**os.environ}, log, lambda _: None)
 
 
 def uninstall_horovod(environment: PythonEnvironment, log: Path) -> None:
@@ -280,7 +251,7 @@ def uninstall_horovod(environment: PythonEnvironment, log: Path) -> None:
         BuildError: pip failed.
     """
     command = [environment.executable, "-m", "pip", "uninstall", "-y", "horovod"]
-    _run(command, {**os.environ}, log, lambda _: None)
+    run_logged(command, {**os.environ}, log, lambda _: None)
 
 
 def check_two_ranks(environment: PythonEnvironment, mpi: Mpi, log: Path) -> None:
@@ -302,7 +273,7 @@ def check_two_ranks(environment: PythonEnvironment, mpi: Mpi, log: Path) -> None
             command.append("--allow-run-as-root")
     variables = _variables_with_path(mpi.bin_directory)
     variables["TF_CPP_MIN_LOG_LEVEL"] = "2"
-    output = _run(
+    output = run_logged(
         [*command, environment.executable, "-c", _CHECK_PROGRAM],
         variables,
         log,
@@ -318,69 +289,6 @@ def check_two_ranks(environment: PythonEnvironment, mpi: Mpi, log: Path) -> None
         )
 
 
-@contextmanager
-def _terminated_at_exit(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Ends a process and all it started, however the block is left."""
-    try:
-        yield
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-
-def _run(
-    command: list[str],
-    variables: dict[str, str],
-    log: Path,
-    watch: Callable[[str], None],
-    timeout_seconds: float = _BUILD_TIMEOUT_SECONDS,
-) -> str:
-    """Runs a command, its output going to the log, and returns that output."""
-    with log.open("ab") as output:
-        start = output.tell()
-        output.write(f"$ {' '.join(command)}\n".encode())
-        output.flush()
-        process = subprocess.Popen(
-            command,
-            env=variables,
-            cwd=tempfile.gettempdir(),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    deadline = time.monotonic() + timeout_seconds
-    with _terminated_at_exit(process):
-        while process.poll() is None and time.monotonic() < deadline:
-            watch(_read_from(log, start))
-            time.sleep(0.2)
-        timed_out = process.poll() is None
-    text = _read_from(log, start)
-    if timed_out or process.returncode != 0:
-        end = f"within {timeout_seconds:.0f} s" if timed_out else "and failed"
-        cause = next((mend for sign, mend in _CAUSES if re.search(sign, text)), None)
-        tail = "\n".join(text.strip().splitlines()[-15:])
-        raise BuildError(
-            f"`{Path(command[0]).name}` did not finish {end}"
-            if timed_out
-            else f"`{Path(command[0]).name}` ended with code {process.returncode}"
-            + (f": {cause}" if cause else f"; its last lines:\n{tail}\n")
-            + f"\nthe whole log: {log}"
-        )
-    return text
-
-
-def _read_from(log: Path, start: int) -> str:
-    with log.open("rb") as file:
-        file.seek(start)
-        return file.read().decode(errors="replace")
-
-
 def _share_compiled(text: str) -> float | None:
     """The last `[ 42%]` of make or `[12/57]` of ninja, as a share."""
     percent = re.findall(r"^\s*\[\s*(\d+)%\]", text, re.MULTILINE)
@@ -391,8 +299,8 @@ def _share_compiled(text: str) -> float | None:
 
 
 def _require_compiler() -> None:
-    compiler = os.environ.get("CXX") or "c++"
-    names = [os.environ["CXX"]] if "CXX" in os.environ else ["c++", "g++", "clang++"]
+    named = os.environ.get("CXX")
+    names = [named] if named else ["c++", "g++", "clang++"]
     compiler = next((path for name in names if (path := shutil.which(name))), "")
     if not compiler:
         raise BuildError(
