@@ -32,7 +32,10 @@ ALLOWED: dict[str, set[str]] = {
     # `control` knows the step that the others take part in.
     **dict.fromkeys(STEP - {"control"}, CORE | {"control"}),
     "step": CORE | STEP | {"layers"},
-    "model": CORE | STEP | {"step"},
+    "callback_list": CORE | {"data"},
+    "files": CORE | {"optimizer", "state"},
+    "predictions": CORE,
+    "model": CORE | STEP | {"step", "callback_list", "files", "predictions"},
     "strategy": CORE | STEP | {"model"},
     "callbacks": BASE | {"collectives", "state", "perf.model"},
     "layers": CORE | {"control"},
