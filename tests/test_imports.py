@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "control": CORE,
     # `control` knows the step that the others take part in.
     **dict.fromkeys(STEP - {"control"}, CORE | {"control"}),
+    "state": CORE | {"optimizer"},
     "step": CORE | STEP | {"layers"},
     "callback_list": CORE | {"data"},
     "files": CORE | {"optimizer", "state"},
