@@ -1,0 +1,93 @@
+"""The callbacks of a wrapped model's `fit`: same decisions on all ranks.
+
+Keras's `CallbackList`, plus: callbacks that only write files run on rank 0; a request
+to stop, made by any callback on any rank, is agreed on before anyone acts on it; what a
+callback restores on rank 0 at the start (an initial epoch) holds for all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from kerasmgpu.collectives import broadcast_object, topology
+from kerasmgpu.data import ROW_IDS
+
+#: Keras's callbacks that do nothing but write (or read) files.
+FILE_CALLBACKS = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.TensorBoard,
+)
+
+
+def _guarded(name: str) -> Any:
+    """A hook during which the model's stop flags read as the callbacks set them."""
+
+    def hook(self: Any, *args: Any, **kwargs: Any) -> None:
+        with self._session.callbacks_running():
+            getattr(super(RankCallbackList, self), name)(*args, **kwargs)
+
+    hook.__name__ = name
+    return hook
+
+
+class RankCallbackList(keras.callbacks.CallbackList):
+    """A `CallbackList` of a wrapped model.
+
+    Args:
+        callbacks: the user's.
+        session: the model's `Session`.
+        **kwargs: as of `keras.callbacks.CallbackList`.
+    """
+
+    def __init__(self, callbacks: Any, session: Any, **kwargs: Any) -> None:
+        self._session = session
+        mine = [c for c in _flat(callbacks) if runs_here(c)]
+        super().__init__(mine, **kwargs)
+
+    on_train_end = _guarded("on_train_end")
+    on_epoch_begin = _guarded("on_epoch_begin")
+    on_train_batch_begin = _guarded("on_train_batch_begin")
+    on_train_batch_end = _guarded("on_train_batch_end")
+    on_test_begin = _guarded("on_test_begin")
+    on_test_end = _guarded("on_test_end")
+    on_test_batch_begin = _guarded("on_test_batch_begin")
+    on_test_batch_end = _guarded("on_test_batch_end")
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        with self._session.callbacks_running():
+            super().on_train_begin(logs)
+        model = self._session.model
+        model._initial_epoch = broadcast_object(model._initial_epoch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._session.complete_rank_zero()
+        with self._session.callbacks_running():
+            super().on_epoch_end(epoch, logs)
+        self._session.agree_to_stop()
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        outputs = (logs or {}).get("outputs")
+        if isinstance(outputs, dict) and ROW_IDS in outputs:
+            logs = {**(logs or {}), "outputs": outputs["outputs"]}
+        super().on_predict_batch_end(batch, logs)
+
+
+def runs_here(callback: Any) -> bool:
+    """Whether a callback runs on this rank."""
+    if topology().is_rank_zero:
+        return True
+    return not isinstance(callback, FILE_CALLBACKS)
+
+
+def _flat(callbacks: Any) -> list[Any]:
+    if callbacks is None:
+        return []
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return list(callbacks.callbacks)
+    if isinstance(callbacks, (list, tuple)):
+        return [c for entry in callbacks for c in _flat(entry)]
+    return [callbacks]

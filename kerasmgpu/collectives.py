@@ -1,0 +1,594 @@
+"""What operations exist between ranks: the only module that imports Horovod.
+
+Every operation has the same shape: the input is untouched, the result is returned, a
+nest of values is taken as well as one value, and at size 1 the result is the input.
+Each **must be called on every rank**, in the same order. All work eagerly and inside
+`tf.function`, and all are differentiable (a rank's gradient is that of the sum of what
+all ranks differentiate).
+
+Horovod matches the ranks' calls by name. Names here are made from the kind of call and
+its position (in the nest, or in the graph that is being traced), never from counters
+that could run apart on two ranks. Eager calls run in a small cached `tf.function`,
+because TensorFlow drops the name of an eager operation.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import os
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import tensorflow as tf
+
+from kerasmgpu import report
+from kerasmgpu.errors import (
+    CollectiveError,
+    HorovodNotFoundError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    LaunchError,
+    RankMismatchError,
+)
+from kerasmgpu.topology import (
+    Topology,
+    check_size,
+    launched_rank,
+    launched_size,
+    slurm_step_size,
+)
+
+OPERATIONS = ("mean", "sum", "min", "max")
+
+#: Types that Horovod's all-reduce takes; others travel as the type named in `_CARRIER`.
+_REDUCIBLE = (
+    tf.uint8,
+    tf.int8,
+    tf.int32,
+    tf.int64,
+    tf.float16,
+    tf.float32,
+    tf.float64,
+)
+_CARRIER = {
+    tf.bfloat16: tf.float32,
+    tf.int16: tf.int32,
+    tf.uint16: tf.int32,
+    tf.uint32: tf.int64,
+    tf.uint64: tf.int64,
+    tf.bool: tf.uint8,
+}
+
+#: Words in the error of a collective whose peer has gone (Horovod's own, and Gloo's).
+_PEER_LOST = (
+    "Horovod has been shut down",
+    "Connection reset by peer",
+    "Connection closed by peer",
+)
+
+_topology: Topology | None = None
+_positions: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+# Joining ------------------------------------------------------------------------------
+
+
+def join(stall_timeout_seconds: float = 60.0) -> Topology:
+    """Joins the job that a launcher started; a job of one process without a launcher.
+
+    The first call starts Horovod where more than one process was launched; later calls
+    return what the first found. Must be called on every rank.
+
+    Args:
+        stall_timeout_seconds: how long a rank waits for others before it says so.
+
+    Returns:
+        This process's `Topology`.
+
+    Raises:
+        HorovodNotFoundError: several processes were launched and Horovod cannot be
+            imported.
+        LaunchError: the launcher's size is not the size that Horovod found.
+    """
+    global _topology
+    if _topology is not None:
+        return _topology
+    promised = launched_size()
+    expected = promised[0] if promised is not None else slurm_step_size() or 1
+    if expected == 1:
+        _topology = Topology()
+        return _topology
+    _choose_transport_defaults(stall_timeout_seconds)
+    hvd = _horovod()
+    hvd.init()
+    check_size(hvd.size())
+    if hvd.size() == 1:  # a Slurm script that runs python without srun
+        print(
+            f"kerasmgpu: Slurm offers {expected} tasks, but this job has one rank. "
+            "Start it with `srun` or `kerasmgpu run` to use them all.",
+            flush=True,
+        )
+    _topology = Topology(
+        rank=hvd.rank(),
+        size=hvd.size(),
+        local_rank=hvd.local_rank(),
+        local_size=hvd.local_size(),
+        node_rank=hvd.cross_rank(),
+        num_nodes=hvd.cross_size(),
+    )
+    if _topology.size > 1:
+        report.install_failure_hooks()
+        report.start(_topology, stall_timeout_seconds, all_gather_object)
+    return _topology
+
+
+def mark_used(what: str) -> None:
+    """Notes that this rank takes part in the job in earnest, by way of `what`."""
+    if topology().size > 1:
+        report.used(what)
+
+
+def topology() -> Topology:
+    """This process's place in the job; a job of one before `join`."""
+    return _topology or Topology()
+
+
+@functools.cache
+def _horovod() -> Any:
+    try:
+        import horovod.tensorflow as hvd
+    except Exception as error:  # a broken build raises many kinds
+        raise HorovodNotFoundError(
+            f"Rank {launched_rank()} belongs to a job of several processes, which needs "
+            f"Horovod, and Horovod cannot be imported ({type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else 'no message'}). Build it "
+            "for the installed TensorFlow with `kerasmgpu install-horovod`; "
+            "`kerasmgpu doctor` shows what is wrong."
+        ) from error
+    if not (hvd.mpi_built() or hvd.gloo_built()):
+        raise LaunchError(
+            "Horovod was built with neither MPI nor Gloo. Rebuild it with "
+            "`kerasmgpu install-horovod --no-cache`."
+        )
+    return hvd
+
+
+def _choose_transport_defaults(stall_timeout_seconds: float) -> None:
+    """Settings that must stand in the environment before MPI and Horovod start.
+
+    `kerasmgpu run` sets the same; these serve a bare `mpirun`. What the user has set
+    stays. A rank that spins while it waits takes the core from one that computes, and
+    Open MPI 5's default all-reduce is not a ring (the last two lines ask for one).
+    """
+    for name, value in {
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(max(1, int(stall_timeout_seconds))),
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
+        "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def waiting_for_ranks(what: str) -> Iterator[None]:
+    """Marks a block in which this rank waits for others.
+
+    While it lasts, a wait longer than the stall time-out is reported as being in
+    `what`; an error that means that another rank has left is raised as a
+    `CollectiveError`.
+    """
+    report.waiting(what)
+    try:
+        yield
+    except tf.errors.OpError as error:
+        if any(words in str(error) for words in _PEER_LOST):
+            raise CollectiveError(
+                f"Rank {topology().rank} of {topology().size} could not finish {what}: "
+                "another rank has left the job. Its own message, printed before or "
+                "after this one, says why. "
+                f"(Horovod said: {str(error).strip().splitlines()[-1]})"
+            ) from error
+        if "Mismatched" in str(error):
+            raise RankMismatchError(
+                f"Rank {topology().rank} of {topology().size} met others with another "
+                f"shape or type in {what}. Horovod said: {error}"
+            ) from error
+        raise
+    finally:
+        report.working()
+
+
+# Names --------------------------------------------------------------------------------
+
+
+def _position_name(kind: str) -> str:
+    """A name that is the same on all ranks for the same call in the same graph."""
+    graph = tf.compat.v1.get_default_graph()
+    counter = _positions.setdefault(graph, collections.Counter())
+    counter[kind] += 1
+    return f"kerasmgpu.{kind}.{counter[kind]}"
+
+
+@functools.cache
+def _eager_function(
+    operation: Callable[..., tf.Tensor], dtype: tf.DType, name: str, **options: Any
+) -> Any:
+    spec = tf.TensorSpec(None, dtype)
+
+    @tf.autograph.experimental.do_not_convert
+    def function(tensor: tf.Tensor) -> tf.Tensor:
+        return operation(tensor, name, **options)
+
+    return tf.function(function, input_signature=[spec])
+
+
+def _call(
+    operation: Callable[..., tf.Tensor],
+    tensor: tf.Tensor,
+    name: str | None,
+    kind: str,
+    **options: Any,
+) -> tf.Tensor:
+    """Runs a named Horovod operation, in the graph being traced or at once."""
+    if not tf.executing_eagerly():
+        return operation(tensor, name or _position_name(kind), **options)
+    name = name or f"kerasmgpu.{kind}"
+    function = _eager_function(operation, tensor.dtype, name, **options)
+    with waiting_for_ranks(f"the collective {name}"):
+        return function(tensor)
+
+
+# Plain operations on one tensor, used by the core -------------------------------------
+
+
+def _horovod_reduce(tensor: tf.Tensor, name: str, *, op: str) -> tf.Tensor:
+    hvd = _horovod()
+    operation = {
+        "sum": hvd.Sum,
+        "mean": hvd.Average,
+        "min": hvd.Min,
+        "max": hvd.Max,
+        "adasum": hvd.Adasum,
+    }[op]
+    result = hvd.allreduce(tensor, op=operation, name=name)
+    result.set_shape(tensor.shape)
+    return result
+
+
+def _horovod_gather(tensor: tf.Tensor, name: str) -> tf.Tensor:
+    result = _horovod().allgather(tensor, name=name)
+    if tensor.shape.rank is not None:
+        result.set_shape([None, *tensor.shape[1:]])
+    return result
+
+
+def _horovod_broadcast(tensor: tf.Tensor, name: str, *, root_rank: int) -> tf.Tensor:
+    result = _horovod().broadcast(tensor, root_rank=root_rank, name=name)
+    result.set_shape(tensor.shape)
+    return result
+
+
+def reduce_tensor(tensor: tf.Tensor, op: str, name: str | None = None) -> tf.Tensor:
+    """All-reduce of one tensor of a type that Horovod takes, without a gradient."""
+    if topology().size == 1:
+        return tensor
+    return _call(_horovod_reduce, tensor, name, f"all_reduce.{op}", op=op)
+
+
+def gather_tensor(tensor: tf.Tensor, name: str | None = None) -> tf.Tensor:
+    """All-gather of one tensor along its first dimension, without a gradient."""
+    if topology().size == 1:
+        return tensor
+    return _call(_horovod_gather, tensor, name, "all_gather")
+
+
+def broadcast_tensor(
+    tensor: tf.Tensor, root_rank: int = 0, name: str | None = None
+) -> tf.Tensor:
+    """Broadcast of one tensor, without a gradient."""
+    if topology().size == 1:
+        return tensor
+    return _call(_horovod_broadcast, tensor, name, "broadcast", root_rank=root_rank)
+
+
+def _horovod_exchange(tensor: tf.Tensor, name: str) -> tf.Tensor:
+    return _horovod().alltoall(tensor, name=name)
+
+
+def exchange_pieces(tensor: tf.Tensor, name: str | None = None) -> tf.Tensor:
+    """Sends piece `r` of a vector to rank `r`; returns what came, in rank order."""
+    return _call(_horovod_exchange, tensor, name, "all_to_all")
+
+
+# Differentiable operations on one tensor ----------------------------------------------
+
+
+def _reduce_with_gradient(tensor: tf.Tensor, op: str) -> tf.Tensor:
+    if op in ("sum", "mean"):
+
+        @tf.custom_gradient
+        def reduce(x: tf.Tensor) -> Any:
+            return reduce_tensor(x, op), lambda dy: reduce_tensor(dy, op)
+
+        return reduce(tensor)
+
+    @tf.custom_gradient
+    def select(x: tf.Tensor) -> Any:
+        y = reduce_tensor(x, op)
+
+        def gradient(dy: tf.Tensor) -> tf.Tensor:
+            # Shared between the entries, of all ranks, that attain the extreme.
+            attained = tf.cast(tf.equal(x, y), dy.dtype)
+            both = reduce_tensor(tf.stack([dy, attained]), "sum")
+            return attained * both[0] / both[1]
+
+        return y, gradient
+
+    return select(tensor)
+
+
+def _gather_with_gradient(tensor: tf.Tensor) -> tf.Tensor:
+    @tf.custom_gradient
+    def gather(x: tf.Tensor) -> Any:
+        def gradient(dy: tf.Tensor) -> tf.Tensor:
+            rows = gather_tensor(tf.reshape(tf.shape(x)[0], [1]))
+            total = reduce_tensor(dy, "sum")
+            return tf.split(total, rows, num=topology().size)[topology().rank]
+
+        return gather_tensor(x), gradient
+
+    return gather(tensor)
+
+
+def _broadcast_with_gradient(tensor: tf.Tensor, root_rank: int) -> tf.Tensor:
+    @tf.custom_gradient
+    def broadcast(x: tf.Tensor) -> Any:
+        def gradient(dy: tf.Tensor) -> tf.Tensor:
+            total = reduce_tensor(dy, "sum")
+            return total if topology().rank == root_rank else tf.zeros_like(total)
+
+        return broadcast_tensor(x, root_rank), gradient
+
+    return broadcast(tensor)
+
+
+# The public ones ----------------------------------------------------------------------
+
+
+def all_reduce(value: Any, op: str = "mean") -> Any:
+    """The mean, sum, minimum or maximum over ranks of a value or a nest of values.
+
+    Must be called on every rank, with the same structure, shapes and types. At size 1
+    the value itself, as tensors.
+
+    Args:
+        value: a tensor, array, number, or a nest of them. Real and complex numbers may
+            be averaged and summed; whole numbers summed; bool has "min" (and) and
+            "max" (or).
+        op: "mean" (default), "sum", "min" or "max".
+
+    Returns:
+        The same nest, of tensors of the same shape and type.
+
+    Raises:
+        InvalidArgumentError: `op` is none of the four.
+        InvalidTypeError: a mean of whole numbers, a sum of bools, a string.
+        CollectiveError: another rank has left.
+
+    Example:
+
+    ```python
+    mean_loss = strategy.all_reduce(loss)
+    rows = strategy.all_reduce(tf.shape(x)[0], op="sum")
+    ```
+    """
+    if op not in OPERATIONS:
+        raise InvalidArgumentError(
+            f"Expected op to be one of {', '.join(map(repr, OPERATIONS))}. "
+            f"Received: op={op!r}."
+        )
+
+    def one(tensor: tf.Tensor) -> tf.Tensor:
+        _check_reducible(tensor, op)
+        if topology().size == 1:
+            return tensor
+        if tensor.dtype.is_complex:
+            parts = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)])
+            parts = _reduce_with_gradient(parts, op)
+            return tf.complex(parts[0], parts[1])
+        if tensor.dtype in _REDUCIBLE:
+            return _reduce_with_gradient(tensor, op)
+        carried = tf.cast(tensor, _CARRIER[tensor.dtype])
+        return tf.cast(_reduce_with_gradient(carried, op), tensor.dtype)
+
+    return _map_tensors(one, value, f"all_reduce({op})")
+
+
+def all_gather(value: Any) -> Any:
+    """The ranks' values joined along their first dimension, in rank order.
+
+    Must be called on every rank, with the same structure and types; the first dimension
+    may differ. At size 1 the value itself, as tensors.
+
+    Args:
+        value: a tensor or array of at least one dimension, a number (which counts as
+            one row), or a nest of them.
+
+    Returns:
+        The same nest; each tensor has the rows of all ranks.
+
+    Raises:
+        InvalidTypeError: a string (use `broadcast_object`, or gather its bytes).
+        CollectiveError: another rank has left.
+    """
+
+    def one(tensor: tf.Tensor) -> tf.Tensor:
+        if tensor.shape.rank == 0:
+            tensor = tensor[tf.newaxis]
+        return _carried(_gather_with_gradient, tensor)
+
+    return _map_tensors(one, value, "all_gather", same_shapes=False)
+
+
+def broadcast(value: Any, root_rank: int = 0) -> Any:
+    """One rank's value, on every rank.
+
+    Must be called on every rank, with the same structure, shapes and types. At size 1
+    the value itself, as tensors.
+
+    Args:
+        value: a tensor, array, number, or a nest of them.
+        root_rank: the rank whose value it is.
+
+    Returns:
+        The same nest, of tensors.
+
+    Raises:
+        InvalidArgumentError: there is no rank `root_rank`.
+        InvalidTypeError: a string (use `broadcast_object`).
+        CollectiveError: another rank has left.
+    """
+    _check_root(root_rank)
+    one = functools.partial(_broadcast_with_gradient, root_rank=root_rank)
+    return _map_tensors(functools.partial(_carried, one), value, "broadcast")
+
+
+def broadcast_object(obj: Any, root_rank: int = 0) -> Any:
+    """One rank's object, on every rank; anything that can be pickled.
+
+    Must be called on every rank, eagerly. At size 1 the object itself. Other ranks'
+    `obj` is not looked at.
+
+    Raises:
+        InvalidArgumentError: there is no rank `root_rank`.
+        CollectiveError: another rank has left.
+    """
+    _check_root(root_rank)
+    if topology().size == 1:
+        return obj
+    mine = topology().rank == root_rank
+    data = np.frombuffer(cloudpickle.dumps(obj) if mine else b"", np.uint8)
+    length = broadcast_tensor(
+        tf.constant([len(data)], tf.int64), root_rank, "kerasmgpu.object.length"
+    )
+    if not mine:
+        data = np.zeros(int(length[0]), np.uint8)
+    received = broadcast_tensor(tf.constant(data), root_rank, "kerasmgpu.object.bytes")
+    return obj if mine else pickle.loads(received.numpy().tobytes())
+
+
+def all_gather_object(obj: Any) -> list[Any]:
+    """Every rank's object, in rank order. Must be called on every rank, eagerly."""
+    if topology().size == 1:
+        return [obj]
+    data = np.frombuffer(cloudpickle.dumps(obj), np.uint8)
+    lengths = gather_tensor(
+        tf.constant([len(data)], tf.int64), "kerasmgpu.objects.lengths"
+    ).numpy()
+    joined = gather_tensor(tf.constant(data), "kerasmgpu.objects.bytes").numpy()
+    ends = np.cumsum(lengths)
+    return [
+        pickle.loads(joined[end - length : end].tobytes())
+        for end, length in zip(ends, lengths, strict=True)
+    ]
+
+
+def barrier() -> None:
+    """Returns when every rank has called it. At size 1 at once."""
+    if topology().size > 1:
+        report.used("barrier")
+        reduce_tensor(tf.zeros([1], tf.int32), "sum", "kerasmgpu.barrier")
+
+
+# Helpers ------------------------------------------------------------------------------
+
+
+def _check_root(root_rank: int) -> None:
+    if not 0 <= root_rank < topology().size:
+        raise InvalidArgumentError(
+            f"Expected root_rank to be a rank of this job of {topology().size} "
+            f"(0 to {topology().size - 1}). Received: root_rank={root_rank}."
+        )
+
+
+def _check_reducible(tensor: tf.Tensor, op: str) -> None:
+    dtype = tensor.dtype
+    if dtype == tf.bool and op not in ("min", "max"):
+        raise InvalidTypeError(
+            f'A bool has op="min" (true on all ranks) and op="max" (true on one). '
+            f"Received: op={op!r}. Cast it to a number for others."
+        )
+    if dtype.is_integer and op == "mean":
+        raise InvalidTypeError(
+            f"The mean of whole numbers would have to be rounded. Received: dtype "
+            f'{dtype.name}, op="mean". Cast the value to a float, or use op="sum" and '
+            "divide."
+        )
+    if dtype.is_complex and op not in ("mean", "sum"):
+        raise InvalidTypeError(
+            f'Complex numbers have op="mean" and op="sum". Received: op={op!r}.'
+        )
+
+
+def _carried(
+    operation: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor
+) -> tf.Tensor:
+    """Runs an operation that moves values in a type that Horovod can move."""
+    if topology().size == 1 or tensor.dtype in _REDUCIBLE:
+        return operation(tensor)
+    if tensor.dtype.is_complex:
+        parts = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], axis=-1)
+        parts = operation(parts)
+        return tf.complex(parts[..., 0], parts[..., 1])
+    carried = tf.cast(tensor, _CARRIER[tensor.dtype])
+    return tf.cast(operation(carried), tensor.dtype)
+
+
+def _map_tensors(
+    function: Callable[[tf.Tensor], tf.Tensor],
+    value: Any,
+    what: str,
+    same_shapes: bool = True,
+) -> Any:
+    def convert(leaf: Any) -> tf.Tensor:
+        if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)):
+            raise InvalidTypeError(
+                f"{what} takes dense values. Received: {type(leaf).__name__}. Convert "
+                "it with tf.convert_to_tensor or to_tensor(), or pass its parts."
+            )
+        tensor = tf.convert_to_tensor(leaf)
+        if tensor.dtype not in (*_REDUCIBLE, *_CARRIER) and not tensor.dtype.is_complex:
+            raise InvalidTypeError(
+                f"{what} takes numbers and bools. Received: {tensor.dtype.name}. Use "
+                "broadcast_object for strings and other objects."
+            )
+        return tensor
+
+    tensors = tf.nest.map_structure(convert, value)
+    if topology().size > 1:
+        report.used(what)
+        if os.environ.get("KERASMGPU_DEBUG") == "1" and tf.executing_eagerly():
+            _compare_calls(what, tensors, same_shapes)
+    return tf.nest.map_structure(function, tensors)
+
+
+def _compare_calls(what: str, tensors: Any, same_shapes: bool) -> None:
+    """With KERASMGPU_DEBUG=1: refuses a call that is not the same on all ranks."""
+    leaves = tf.nest.flatten(tensors)
+    shapes = [tuple(leaf.shape[0 if same_shapes else 1 :]) for leaf in leaves]
+    call = (what, [(leaf.dtype.name, s) for leaf, s in zip(leaves, shapes)])
+    calls = all_gather_object(call)
+    for rank, other in enumerate(calls):
+        if other != calls[0]:
+            raise RankMismatchError(
+                "The ranks do not call the same collective with the same shapes. "
+                f"Rank 0 called {calls[0]}, rank {rank} called {other}."
+            )

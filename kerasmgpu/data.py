@@ -1,0 +1,458 @@
+"""Global batch → this rank's rows.
+
+Keras's own adapters make the global batches, so order, shuffling, class weights and the
+last batch are what one process has. A `ShardedAdapter`, which `fit` takes in place of
+data, cuts this rank's rows out of each and puts a small vector beside them: how many of
+the rows count, whether more batches follow, and a fingerprint of the first batch.
+
+- Arrays: only the indices are batched globally; a rank gathers its own rows.
+- Other sources: every rank runs the pipeline and keeps its rows. `shard(files)` with
+  `sharding="none"` avoids that.
+
+A rank without rows in a batch (fewer rows than ranks, or its data has ended) gets one
+spare row that counts nothing, because many layers and losses cannot take an empty
+batch. The end of data of unknown length is seen one batch ahead, so that all ranks
+take the same number of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kerasmgpu.collectives import all_gather_object, topology
+from kerasmgpu.control import META_SIZE, PRINT_LIMIT
+from kerasmgpu.errors import InvalidArgumentError, InvalidTypeError
+from kerasmgpu.keras_compat import (
+    ArrayDataAdapter,
+    DataAdapter,
+    PyDatasetAdapter,
+    TFDatasetAdapter,
+    adapter_arrays,
+    get_data_adapter,
+    index_batches,
+    sliceable_tensors,
+    tree,
+)
+
+SHARDINGS = ("batch", "none")
+
+#: Keys of an element: a plain batch is a tuple, so a sharded one cannot be mistaken.
+DATA, META, ROW_IDS = "kerasmgpu_data", "kerasmgpu_meta", "kerasmgpu_row_ids"
+#: A row's number is its batch's number times this, plus its place in the batch.
+ROW_ID_STRIDE = 1 << 32
+
+
+def bounds(rows: Any, rank: int, size: int) -> tuple[Any, Any]:
+    """Rank `rank` of `size` takes rows `rows * rank // size` to the next rank's first."""
+    return rows * rank // size, rows * (rank + 1) // size
+
+
+class ShardedAdapter(DataAdapter):
+    """What a rank feeds to `fit`, `evaluate` or `predict`.
+
+    Must be created on every rank.
+
+    Args:
+        x, y, sample_weight, batch_size, steps, shuffle, class_weight: as in `fit`;
+            `batch_size` is global.
+        sharding: "batch" (cut this rank's rows out of global batches) or "none" (the
+            data is this rank's own).
+        with_row_ids: put each row's number beside it (`predict`) instead of the vector
+            for steps.
+    """
+
+    def __init__(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        batch_size: int | None = None,
+        steps: int | None = None,
+        shuffle: Any = False,
+        class_weight: Any = None,
+        sharding: str = "batch",
+        with_row_ids: bool = False,
+    ) -> None:
+        _check_source(x, batch_size)
+        if sharding == "none" and _is_arrays(x, y, sample_weight):
+            batch_size = _own_batch_size(batch_size)
+        self.sharding = sharding
+        self.with_row_ids = with_row_ids
+        self.source = get_data_adapter(
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            batch_size=batch_size,
+            steps_per_epoch=steps,
+            shuffle=shuffle,
+            class_weight=class_weight,
+        )
+        self._own_batches = self.source.num_batches
+        self._num_batches = self._own_batches
+        self._endless = _is_endless(self.source)
+        if sharding == "none" and not with_row_ids:
+            lengths = all_gather_object((self._own_batches, self._endless))
+            known = [number for number, _ in lengths]
+            self._num_batches = None if None in known else max(known)
+            self._endless = all(endless for _, endless in lengths)
+        self._dataset: tf.data.Dataset | None = None
+
+    # What Keras's epoch iterator asks for.
+
+    def get_tf_dataset(self) -> tf.data.Dataset:
+        if self._dataset is None:
+            self._dataset = self._build()
+        return self._dataset
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._num_batches
+
+    @property
+    def batch_size(self) -> int | None:
+        return self.source.batch_size
+
+    @property
+    def has_partial_batch(self) -> bool | None:
+        return None
+
+    @property
+    def partial_batch_size(self) -> int | None:
+        return None
+
+    def on_epoch_begin(self) -> None:
+        self.source.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self.source.on_epoch_end()
+
+    # The pipeline.
+
+    def _build(self) -> tf.data.Dataset:
+        if self.sharding == "batch":
+            batches = self._cut_arrays() or self._cut_batches()
+        else:
+            batches = _map_batches(self.source.get_tf_dataset(), _own_batch)
+        if self.with_row_ids:
+            numbered = batches.enumerate().map(_with_row_ids)
+            return numbered.prefetch(tf.data.AUTOTUNE)
+        if self._num_batches is not None:
+            ended = self._end_known(batches)
+        elif self._endless:
+            ended = batches.map(lambda item: _with_meta(item, True))
+        else:
+            ended = self._end_unknown(batches)
+        return ended.prefetch(tf.data.AUTOTUNE)
+
+    def _cut_batches(self) -> tf.data.Dataset:
+        numbered = self.source.get_tf_dataset().enumerate()
+        return numbered.map(lambda number, batch: _cut(batch, number), tf.data.AUTOTUNE)
+
+    def _cut_arrays(self) -> tf.data.Dataset | None:
+        """For arrays: batches of indices, of which only this rank's are gathered."""
+        if not isinstance(self.source, ArrayDataAdapter):
+            return None
+        arrays = tree.lists_to_tuples(sliceable_tensors(adapter_arrays(self.source)))
+        if not all(tf.is_tensor(a) for a in tree.flatten(arrays) if a is not None):
+            return None  # sparse
+        indices = index_batches(self.source)
+        arrays_dataset = tf.data.Dataset.from_tensors(arrays).repeat()
+
+        def cut(number: tf.Tensor, batch: tf.Tensor, data: Any) -> Any:
+            low, high, rows = _row_range(tf.shape(batch, tf.int64)[0])
+            mine = batch[low:high]
+
+            def gather(these: tf.Tensor) -> Any:
+                return tree.map_structure(
+                    lambda a: None if a is None else tf.gather(a, these), data
+                )
+
+            def fingerprint() -> tf.Tensor:
+                return _fingerprint(gather(batch))
+
+            first = tf.equal(number, 0)
+            zeros = tf.zeros([2], tf.float64)
+            prints = tf.cond(first, fingerprint, lambda: zeros)
+            return _item(gather(mine), rows, prints, low)
+
+        numbered = indices.enumerate()
+        zipped = tf.data.Dataset.zip((numbered, arrays_dataset))
+        return zipped.map(
+            lambda numbered, data: cut(numbered[0], numbered[1], data),
+            tf.data.AUTOTUNE,
+        )
+
+    def _end_known(self, batches: tf.data.Dataset) -> tf.data.Dataset:
+        """Each rank has `num_batches` steps; a rank with fewer batches adds spare rows."""
+        number = self._num_batches or 0
+        if self._own_batches is not None and self._own_batches < number:
+            spare = _spare_items(batches)
+            batches = batches.concatenate(spare.take(number - self._own_batches))
+        numbered = batches.enumerate()
+        last = tf.constant(number - 1, tf.int64)
+        ended = numbered.map(lambda i, item: _with_meta(item, i < last))
+        return (
+            ended.apply(tf.data.experimental.assert_cardinality(number))
+            if (ended.cardinality() == tf.data.UNKNOWN_CARDINALITY)
+            else ended
+        )
+
+    def _end_unknown(self, batches: tf.data.Dataset) -> tf.data.Dataset:
+        """Looks one batch ahead; after the end come spare rows, for as long as others
+        have data."""
+        spec = batches.element_spec
+        nothing = tf.experimental.Optional.empty(spec)
+        some = batches.map(tf.experimental.Optional.from_value)
+        endless = some.concatenate(tf.data.Dataset.from_tensors(nothing).repeat())
+
+        def look_ahead(held: Any, coming: Any) -> Any:
+            ended = tf.logical_not(coming.has_value())
+            kept = tf.cond(ended, lambda: nothing, lambda: coming)
+            return kept, (held, coming.has_value())
+
+        pairs = endless.scan(nothing, look_ahead).skip(1)
+        # A rank that has nothing at all still takes part, from the first step on.
+        spare = _spare_item(spec)
+
+        def unpack(held: Any, more: tf.Tensor) -> Any:
+            item = tf.cond(held.has_value(), held.get_value, lambda: spare)
+            return _with_meta(item, more)
+
+        return pairs.map(unpack)
+
+
+def shard_dataset(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """This rank's rows of every batch of a `tf.data.Dataset`."""
+    if topology().size == 1:
+        return dataset
+
+    def cut(batch: Any) -> Any:
+        rows = _number_of_rows(batch)
+        low, high = bounds(rows, topology().rank, topology().size)
+        return tree.map_structure(lambda leaf: _slice(leaf, low, high), batch)
+
+    return _map_batches(dataset, cut)
+
+
+def shard_files(files: Sequence[Any]) -> list[Any]:
+    """Every `size`-th file name, from `rank` on."""
+    rank, size = topology().rank, topology().size
+    if len(files) < size:
+        raise InvalidArgumentError(
+            f"Rank {rank} of {size}: expected at least as many files as ranks. "
+            f"Received: {len(files)} file(s) for {size} ranks. Write more, smaller "
+            "files, start fewer ranks, or read all files on every rank with "
+            'sharding="batch".'
+        )
+    return list(files)[rank::size]
+
+
+def shard_batch(data: Any) -> tuple[Any, tf.Tensor]:
+    """This rank's rows of one global batch at hand (`train_on_batch`).
+
+    Returns:
+        `(data, meta)`, as in the elements of a `ShardedAdapter`.
+    """
+    data = tree.map_structure(
+        lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), data
+    )
+    item = _cut(data, tf.constant(0, tf.int64))
+    element = _with_meta(item, True)
+    return element[DATA], element[META]
+
+
+# Checks -------------------------------------------------------------------------------
+
+
+def _check_source(x: Any, batch_size: Any) -> None:
+    if isinstance(x, tf.distribute.DistributedDataset):
+        raise InvalidTypeError(
+            "Received: a tf.distribute dataset. kerasmgpu takes the place of "
+            "tf.distribute; pass the plain tf.data.Dataset."
+        )
+    if batch_size is not None and int(batch_size) < 1:
+        raise InvalidArgumentError(
+            f"Rank {topology().rank} of {topology().size}: expected a global "
+            f"batch_size of at least 1. Received: batch_size={batch_size}."
+        )
+
+
+def _is_arrays(*values: Any) -> bool:
+    leaves = [leaf for leaf in tree.flatten(values) if leaf is not None]
+    return bool(leaves) and all(
+        hasattr(leaf, "shape") and hasattr(leaf, "__getitem__") for leaf in leaves
+    )
+
+
+def _own_batch_size(batch_size: int | None) -> int:
+    rank, size = topology().rank, topology().size
+    total = int(batch_size or 32)
+    low, high = bounds(total, rank, size)
+    if total < size:
+        raise InvalidArgumentError(
+            f"Rank {rank} of {size}: expected a global batch_size of at least {size}, "
+            'so that every rank has a row of its own arrays (sharding="none"). '
+            f"Received: batch_size={total}."
+        )
+    return high - low
+
+
+def _is_endless(source: Any) -> bool:
+    if isinstance(source, TFDatasetAdapter):
+        cardinality = source.get_tf_dataset().cardinality()
+        return bool(cardinality == tf.data.INFINITE_CARDINALITY)
+    return isinstance(source, PyDatasetAdapter) and source.num_batches is None
+
+
+# Items: a dict of the rows, how many count, fingerprints, and the first row's place ---
+
+
+def _item(data: Any, rows: tf.Tensor, prints: tf.Tensor, low: Any) -> dict[str, Any]:
+    return {
+        "data": data,
+        "rows": tf.cast(rows, tf.int64),
+        "prints": prints,
+        "low": tf.cast(low, tf.int64),
+    }
+
+
+def _map_batches(dataset: tf.data.Dataset, function: Any) -> tf.data.Dataset:
+    """`map` with the element as one argument (it would take a tuple apart)."""
+    numbered = dataset.enumerate()
+    return numbered.map(lambda _, batch: function(batch), tf.data.AUTOTUNE)
+
+
+def _cut(batch: Any, number: tf.Tensor) -> dict[str, Any]:
+    low, high, rows = _row_range(_number_of_rows(batch))
+    data = tree.map_structure(lambda leaf: _slice(leaf, low, high), batch)
+    prints = tf.cond(
+        tf.equal(number, 0),
+        lambda: _fingerprint(batch),
+        lambda: tf.zeros([2], tf.float64),
+    )
+    return _item(data, rows, prints, low)
+
+
+def _own_batch(batch: Any) -> dict[str, Any]:
+    rows = _number_of_rows(batch)
+    data = tree.map_structure(lambda leaf: _at_least_one_row(leaf, rows), batch)
+    return _item(data, rows, tf.zeros([2], tf.float64), 0)
+
+
+def _row_range(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """First and last-plus-one row to take, and how many of them count."""
+    low, high = bounds(rows, topology().rank, topology().size)
+    counted = high - low
+    spare = tf.equal(counted, 0)
+    low = tf.where(spare, tf.maximum(tf.minimum(low, rows - 1), 0), low)
+    high = tf.where(spare, tf.minimum(low + 1, rows), high)
+    return low, high, counted
+
+
+def _number_of_rows(batch: Any) -> tf.Tensor:
+    for leaf in tree.flatten(batch):
+        if isinstance(leaf, tf.RaggedTensor):
+            return tf.cast(leaf.nrows(), tf.int64)
+        if isinstance(leaf, tf.SparseTensor):
+            return tf.cast(leaf.dense_shape[0], tf.int64)
+        if tf.is_tensor(leaf):
+            if leaf.shape.rank == 0:
+                raise InvalidArgumentError(
+                    "Expected batches, whose first dimension is rows. Received: a "
+                    "dataset with a scalar component. Call dataset.batch(...) first."
+                )
+            return tf.shape(leaf, tf.int64)[0]
+    raise InvalidArgumentError(
+        "Expected batches with at least one tensor. Received: an element without one."
+    )
+
+
+def _slice(leaf: Any, low: Any, high: Any) -> Any:
+    if leaf is None or isinstance(leaf, tf.experimental.Optional):
+        return leaf
+    if isinstance(leaf, tf.SparseTensor):
+        rest = tf.shape(leaf.dense_shape, tf.int64)[0] - 1
+        start = tf.concat([[low], tf.zeros([rest], tf.int64)], 0)
+        length = tf.concat([[high - low], leaf.dense_shape[1:]], 0)
+        return tf.sparse.slice(leaf, start, length)
+    return leaf[low:high]
+
+
+def _at_least_one_row(leaf: Any, rows: tf.Tensor) -> Any:
+    if not tf.is_tensor(leaf) or isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
+        return leaf
+
+    def spare() -> tf.Tensor:
+        shape = tf.concat([[1], tf.shape(leaf)[1:]], 0)
+        return tf.zeros(shape, leaf.dtype)
+
+    result = tf.cond(rows > 0, lambda: leaf, spare)
+    result.set_shape([None, *leaf.shape[1:]])
+    return result
+
+
+def _with_meta(item: dict[str, Any], more: Any) -> dict[str, Any]:
+    head = tf.stack([tf.cast(item["rows"], tf.float64), tf.cast(more, tf.float64)])
+    meta = tf.concat([head, item["prints"]], 0)
+    meta.set_shape([META_SIZE])
+    return {DATA: item["data"], META: meta}
+
+
+def _with_row_ids(number: tf.Tensor, item: dict[str, Any]) -> dict[str, Any]:
+    length = _number_of_rows(item["data"])
+    place = tf.range(length, dtype=tf.int64)
+    ids = number * ROW_ID_STRIDE + item["low"] + place
+    return {DATA: item["data"], ROW_IDS: tf.where(place < item["rows"], ids, -1)}
+
+
+def _spare_items(batches: tf.data.Dataset) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensors(_spare_item(batches.element_spec)).repeat()
+
+
+def _spare_item(spec: Any) -> dict[str, Any]:
+    """An item of one row that counts nothing."""
+    zeros = tf.zeros([2], tf.float64)
+    return _item(spare_data(spec["data"]), tf.constant(0), zeros, 0)
+
+
+def spare_data(spec: Any) -> Any:
+    """One row of zeros, from what is known of the shapes."""
+
+    def zeros(leaf: Any) -> Any:
+        if not hasattr(leaf, "shape") and not isinstance(leaf, tf.OptionalSpec):
+            return None  # the spec of None
+        if isinstance(leaf, tf.OptionalSpec):
+            return tf.experimental.Optional.empty(leaf._value_structure)
+        if isinstance(leaf, tf.SparseTensorSpec):
+            shape = [size or 1 for size in leaf.shape]
+            return tf.sparse.from_dense(tf.zeros(shape, leaf.dtype))
+        if isinstance(leaf, tf.RaggedTensorSpec):
+            return tf.RaggedTensor.from_tensor(tf.zeros([1, 1], leaf.dtype))
+        if leaf.shape.rank is None:
+            raise InvalidArgumentError(
+                f"Rank {topology().rank} of {topology().size}: this rank's data can end "
+                "before the others', and the shape of its elements is unknown. Give the "
+                "generator an output_signature with shapes."
+            )
+        return tf.zeros([size or 1 for size in leaf.shape], leaf.dtype)
+
+    return tf.nest.map_structure(zeros, spec)
+
+
+def _fingerprint(batch: Any) -> tf.Tensor:
+    """Two numbers below 2^16 that differ where two batches differ, in all likelihood."""
+    parts = []
+    for leaf in tf.nest.flatten(batch, expand_composites=True):
+        if isinstance(leaf, tf.experimental.Optional) or not tf.is_tensor(leaf):
+            continue
+        if leaf.dtype in (tf.variant, tf.resource):
+            continue
+        parts.append(tf.io.serialize_tensor(leaf))
+    text = tf.strings.join(parts)
+    first = tf.strings.to_hash_bucket_fast(text, PRINT_LIMIT)
+    second = tf.strings.to_hash_bucket_strong(text, PRINT_LIMIT, [17, 23])
+    return tf.cast(tf.stack([first, second]), tf.float64)

@@ -1,0 +1,92 @@
+"""This rank's devices: its GPU, its share of the CPU threads.
+
+The GPU paths are tested by their logic only; they have not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+
+import tensorflow as tf
+
+from kerasmgpu.errors import LaunchError
+from kerasmgpu.topology import Topology
+
+
+def pin_gpu(topology: Topology, memory_growth: bool) -> str | None:
+    """Makes one GPU visible to this rank: the one numbered by its local rank.
+
+    Does nothing without a GPU. Must run before TensorFlow uses a GPU.
+
+    Args:
+        memory_growth: take GPU memory as it is needed instead of all of it.
+
+    Returns:
+        The GPU's name, or None.
+
+    Raises:
+        LaunchError: fewer GPUs than ranks on this host, or TensorFlow already uses
+            other GPUs.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return None
+    if topology.size == 1 or (len(gpus) == 1 and _gpus_assigned_by_launcher()):
+        mine, visible = gpus[0], gpus
+    elif topology.local_size > len(gpus):
+        raise LaunchError(
+            f"Rank {topology.rank} of {topology.size}: expected a GPU for each of the "
+            f"{topology.local_size} ranks on this host. Received: {len(gpus)} GPU(s). "
+            "Start at most that many ranks here, or set CUDA_VISIBLE_DEVICES='' to "
+            "train on the CPU."
+        )
+    else:
+        mine = gpus[topology.local_rank]
+        visible = [mine]
+    try:
+        if topology.size > 1:
+            tf.config.set_visible_devices(visible, "GPU")
+        for gpu in visible if memory_growth else []:
+            tf.config.experimental.set_memory_growth(gpu, True)
+    except RuntimeError as error:
+        if topology.size == 1:
+            return mine.name
+        raise LaunchError(
+            f"Rank {topology.rank} of {topology.size}: TensorFlow used its GPUs before "
+            "kerasmgpu could choose this rank's. Create HorovodStrategy() first, before "
+            f"any tensor or model. (TensorFlow said: {error})"
+        ) from error
+    return mine.name
+
+
+def _gpus_assigned_by_launcher() -> bool:
+    """Whether somebody has already given each rank a GPU of its own."""
+    return bool(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+
+
+def share_cpu_threads(topology: Topology, cores: int | None = None) -> int | None:
+    """Gives TensorFlow this rank's share of the host's cores.
+
+    N ranks with a thread a core each would fight for the cores. What the user has set,
+    by TF_NUM_INTRAOP_THREADS or through TensorFlow, stays; so does everything where one
+    rank has the host for itself. Too late once TensorFlow runs: then nothing changes.
+
+    Args:
+        cores: the cores that may be used; asked from the system by default.
+
+    Returns:
+        The threads set, or None where nothing was changed.
+    """
+    if topology.local_size == 1 or "TF_NUM_INTRAOP_THREADS" in os.environ:
+        return None
+    if tf.config.threading.get_intra_op_parallelism_threads() != 0:
+        return None
+    cores = cores or len(os.sched_getaffinity(0))
+    bound = cores < (os.cpu_count() or 1)  # each rank was given cores of its own
+    threads = cores if bound else max(1, cores // topology.local_size)
+    try:
+        tf.config.threading.set_intra_op_parallelism_threads(threads)
+        tf.config.threading.set_inter_op_parallelism_threads(threads)
+    except RuntimeError:
+        return None
+    return threads

@@ -1,0 +1,80 @@
+"""The only module that reaches into `keras.src`: what Keras does not export.
+
+Everything here was found in Keras 3.5 to 3.15. A Keras release that moves one of these
+breaks one line of this file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from keras.src import tree as tree
+from keras.src.backend import get_keras_mask
+from keras.src.saving import object_registration
+from keras.src.trainers.compile_utils import CompileMetrics as CompileMetrics
+from keras.src.trainers.data_adapters import array_slicing
+from keras.src.trainers.data_adapters import get_data_adapter as get_data_adapter
+from keras.src.trainers.data_adapters.array_data_adapter import (
+    ArrayDataAdapter as ArrayDataAdapter,
+)
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
+from keras.src.trainers.data_adapters.data_adapter_utils import (
+    class_weight_to_sample_weights as class_weight_to_sample_weights,
+)
+from keras.src.trainers.data_adapters.py_dataset_adapter import (
+    PyDatasetAdapter as PyDatasetAdapter,
+)
+from keras.src.trainers.data_adapters.tf_dataset_adapter import (
+    TFDatasetAdapter as TFDatasetAdapter,
+)
+
+
+def mask_of(value: Any) -> Any:
+    """The mask that Keras attached to a tensor, or None."""
+    return get_keras_mask(value)
+
+
+def split_for_validation(arrays: Any, validation_split: float) -> Any:
+    """As `fit(validation_split=...)`: the last part is for validation."""
+    return array_slicing.train_validation_split(
+        arrays, validation_split=validation_split
+    )
+
+
+def sliceable_tensors(arrays: Any) -> Any:
+    """Arrays of any kind that Keras takes, as tensors that can be gathered from."""
+    return array_slicing.convert_to_sliceable(arrays, target_backend="tensorflow")
+
+
+def adapter_arrays(adapter: ArrayDataAdapter) -> Any:
+    """The `(x, y, sample_weight)` of an array adapter, class weights worked in."""
+    return adapter._inputs
+
+
+def index_batches(adapter: ArrayDataAdapter) -> Any:
+    """The batches of row numbers, as a dataset, that Keras makes of an adapter's arrays.
+
+    Made by Keras's own adapter over the row numbers, so that a seeded shuffle is the
+    same as in one process.
+    """
+    rows = np.arange(adapter._num_samples, dtype="int64")
+    indices = ArrayDataAdapter(
+        rows, batch_size=adapter.batch_size, shuffle=adapter._shuffle
+    )
+    return indices.get_tf_dataset().map(lambda *batch: tree.flatten(batch)[0])
+
+
+def compiled_metrics(model: Any) -> Any:
+    """What the user passed as `compile(metrics=..., weighted_metrics=...)`."""
+    compiled = model._compile_metrics
+    if compiled is None:
+        return []
+    return [compiled._user_metrics, compiled._user_weighted_metrics]
+
+
+def adopt_registered_name(cls: type, original: type) -> None:
+    """Makes a class serialize under the name that another was registered with."""
+    names = object_registration.GLOBAL_CUSTOM_NAMES
+    if original in names:
+        names[cls] = names[original]

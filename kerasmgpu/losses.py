@@ -1,0 +1,143 @@
+"""What a loss divides by: makes each rank's loss add up to the one-process loss.
+
+The optimizer weighs each rank's gradient by its rows. That is exact for a mean over
+rows. Inside a wrapped model's step every Keras loss is therefore multiplied, before
+backward, by what is missing to make it so:
+
+| reduction | divides by | factor |
+|---|---|---|
+| "sum_over_batch_size", "mean" | the entries | 1 |
+| the same, with a mask | the unmasked entries `d` | `d / sum(d) * total_rows / rows` |
+| "mean_with_sample_weight" | the summed weights `d` | the same |
+| "sum" | nothing | `total_rows / rows` |
+
+(`sum(d)` is over ranks.) A loss function that returns a scalar, and one added with
+`add_loss`, is taken for a mean over rows. An activity regularizer adds up over rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kerasmgpu.collectives import reduce_tensor
+from kerasmgpu.control import Step, current_step
+from kerasmgpu.keras_compat import mask_of
+
+_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+
+
+@contextlib.contextmanager
+def scaled_losses(model: Any, same_entries: bool) -> Iterator[None]:
+    """While it lasts, Keras losses and activity regularizers add up over ranks.
+
+    Args:
+        model: whose layers' activity regularizers are meant.
+        same_entries: whether a row has equally many entries on all ranks, as when all
+            ranks cut their rows from one global batch.
+    """
+    original = keras.losses.Loss.__call__
+
+    def scaled(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        step = current_step()
+        if step is None or loss.reduction in (None, "none"):
+            return original(loss, y_true, y_pred, sample_weight)
+        values: list[Any] = []
+        with _recorded(loss, values):
+            result = original(loss, y_true, y_pred, sample_weight)
+        if not values or values[-1].shape.rank == 0:
+            return result
+        factor = _factor(
+            loss, values[-1], mask_of(y_pred), sample_weight, step, same_entries
+        )
+        return result if factor is None else result * tf.cast(factor, result.dtype)
+
+    regularized = [
+        layer
+        for layer in model._flatten_layers()
+        if getattr(layer, "activity_regularizer", None) is not None
+    ]
+    originals = [layer.activity_regularizer for layer in regularized]
+    keras.losses.Loss.__call__ = scaled
+    for layer, regularizer in zip(regularized, originals, strict=True):
+        object.__setattr__(layer, "activity_regularizer", _summed(regularizer))
+    try:
+        yield
+    finally:
+        keras.losses.Loss.__call__ = original
+        for layer, regularizer in zip(regularized, originals, strict=True):
+            object.__setattr__(layer, "activity_regularizer", regularizer)
+
+
+def _summed(regularizer: Any) -> Any:
+    def scaled(outputs: Any) -> Any:
+        penalty = regularizer(outputs)
+        step = current_step()
+        if step is None:
+            return penalty
+        return penalty * tf.cast(step.per_row_scale, penalty.dtype)
+
+    return scaled
+
+
+@contextlib.contextmanager
+def _recorded(loss: Any, values: list[Any]) -> Iterator[None]:
+    """Keeps what `loss.call` returns: the unreduced values, and their mask."""
+    call = loss.call
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        values.append(result)
+        return result
+
+    object.__setattr__(loss, "call", recording)
+    try:
+        yield
+    finally:
+        object.__delattr__(loss, "call")
+
+
+def _factor(
+    loss: Any,
+    values: Any,
+    mask: Any,
+    sample_weight: Any,
+    step: Step,
+    same_entries: bool,
+) -> tf.Tensor | None:
+    if loss.reduction == "sum":
+        return step.per_row_scale
+    if loss.reduction not in _MEANS:
+        return None
+    out_mask = mask_of(values)
+    if mask is not None and not tf.is_tensor(mask):
+        mask = None  # a nest of predictions has no one mask
+    if mask is not None and out_mask is not None:
+        mask = tf.cast(mask, tf.bool) & tf.cast(out_mask, tf.bool)
+    elif mask is None:
+        mask = out_mask
+    by_weight = loss.reduction == "mean_with_sample_weight" and (
+        sample_weight is not None
+    )
+    if by_weight:
+        divisor = tf.cast(sample_weight, tf.float64)
+        if mask is not None:
+            mask = tf.cast(mask, tf.float64)
+            if mask.shape.rank == divisor.shape.rank + 1:
+                divisor = divisor[..., tf.newaxis]
+            divisor = divisor * mask
+    elif mask is not None:
+        divisor = tf.cast(mask, tf.float64)
+    elif same_entries or values.shape[1:].is_fully_defined():
+        return None
+    else:
+        divisor = tf.cast(tf.size(values), tf.float64)
+    divisor = tf.reduce_sum(divisor)
+    divisor = tf.where(step.rows > 0, divisor, tf.zeros_like(divisor))
+    total = reduce_tensor(divisor, "sum")
+    share = tf.cast(tf.math.divide_no_nan(divisor, total), tf.float32)
+    return share * step.per_row_scale

@@ -1,0 +1,267 @@
+"""Metrics: the ranks' states are summed, then `result()` is taken.
+
+Keras's metrics keep sums (totals, counts, confusion counts), so the sum of the ranks'
+states is the state of one process. A metric of the user's is tried on the first batch:
+where the states of two parts do not add up to the state of the whole, it is refused by
+name. A `Mean` or `Sum` of a plain number (a loss that is already a mean over this
+rank's rows) counts by the rank's share of the rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kerasmgpu.collectives import reduce_tensor, topology
+from kerasmgpu.control import current_step
+from kerasmgpu.errors import InvalidArgumentError
+from kerasmgpu.keras_compat import CompileMetrics, compiled_metrics, tree
+
+#: Outcome of trying a metric on a batch.
+UNKNOWN, FAILED, PASSED = -1, 0, 1
+
+
+def leaf_metrics(model: Any) -> list[Any]:
+    """All metrics of a model, those inside a `CompileMetrics` one by one."""
+    found: list[Any] = []
+    for metric in model.metrics:
+        found.extend(metric.metrics if isinstance(metric, CompileMetrics) else [metric])
+    return found
+
+
+def users_metrics(model: Any) -> list[Any]:
+    """Metrics of classes that are not Keras's own, also before they are built."""
+    compiled = [
+        metric
+        for metric in tree.flatten(compiled_metrics(model))
+        if isinstance(metric, keras.metrics.Metric)
+    ]
+    found: dict[int, Any] = {}
+    for metric in [*compiled, *leaf_metrics(model)]:
+        if not type(metric).__module__.startswith("keras."):
+            found[id(metric)] = metric
+    return list(found.values())
+
+
+# In the step --------------------------------------------------------------------------
+
+
+class Watch:
+    """What a step's metrics did, collected while the step is traced or run.
+
+    Attributes:
+        trials: metric name → int32 scalar, an outcome of `_try_metric`.
+        results: id of a tensor that `metric.result()` gave → (tensor, metric).
+    """
+
+    def __init__(self) -> None:
+        self.trials: dict[str, tf.Tensor] = {}
+        self.results: dict[int, tuple[Any, Any]] = {}
+
+
+@contextlib.contextmanager
+def watched_metrics(model: Any, try_metrics: tf.Tensor) -> Iterator[Watch]:
+    """While it lasts, plain numbers count by rows, and a user's metrics are tried.
+
+    Args:
+        model: whose metrics are meant.
+        try_metrics: bool scalar tensor: whether to try them in this step.
+    """
+    watch = Watch()
+    with contextlib.ExitStack() as stack:
+        for cls in (keras.metrics.Mean, keras.metrics.Sum):
+            stack.enter_context(_numbers_count_by_rows(cls))
+        for metric in users_metrics(model):
+            stack.enter_context(_tried(metric, try_metrics, watch))
+        for metric in leaf_metrics(model):
+            stack.enter_context(_results_recorded(metric, watch))
+        yield watch
+
+
+@contextlib.contextmanager
+def _numbers_count_by_rows(cls: Any) -> Iterator[None]:
+    original = cls.update_state
+
+    def update_state(metric: Any, values: Any, sample_weight: Any = None) -> Any:
+        step = current_step()
+        if step is not None and sample_weight is None and _is_number(values):
+            sample_weight = step.weight
+        return original(metric, values, sample_weight)
+
+    cls.update_state = update_state
+    try:
+        yield
+    finally:
+        cls.update_state = original
+
+
+def _is_number(values: Any) -> bool:
+    shape = getattr(values, "shape", ())
+    return shape is not None and len(shape) == 0
+
+
+@contextlib.contextmanager
+def _results_recorded(metric: Any, watch: Watch) -> Iterator[None]:
+    result = metric.result
+
+    def recording() -> Any:
+        value = result()
+        if tf.is_tensor(value):
+            watch.results[id(value)] = (value, metric)
+        return value
+
+    object.__setattr__(metric, "result", recording)
+    try:
+        yield
+    finally:
+        object.__delattr__(metric, "result")
+
+
+@contextlib.contextmanager
+def _tried(metric: Any, try_metrics: tf.Tensor, watch: Watch) -> Iterator[None]:
+    update_state = metric.update_state
+    busy = False
+
+    def trying(*args: Any, **kwargs: Any) -> Any:
+        nonlocal busy
+        if not busy and metric.name not in watch.trials and current_step() is not None:
+            busy = True
+            try:
+                outcome = _try_metric(metric, update_state, args, kwargs, try_metrics)
+            finally:
+                busy = False
+            watch.trials[metric.name] = outcome
+        return update_state(*args, **kwargs)
+
+    object.__setattr__(metric, "update_state", trying)
+    try:
+        yield
+    finally:
+        object.__delattr__(metric, "update_state")
+
+
+def _try_metric(
+    metric: Any, update_state: Any, args: Any, kwargs: Any, wanted: tf.Tensor
+) -> tf.Tensor:
+    """Whether the states of two uneven parts of a batch add up to that of the whole."""
+    leaves = [
+        tf.convert_to_tensor(leaf)
+        for leaf in tree.flatten((args, kwargs))
+        if leaf is not None and not isinstance(leaf, (str, bool))
+    ]
+    batched = [leaf for leaf in leaves if leaf.shape.rank]
+    rows = tf.shape(batched[0])[0] if batched else tf.constant(2)
+    split = tf.maximum(rows // 3, 1)
+
+    def part(begin: Any, end: Any) -> None:
+        def cut(leaf: Any) -> Any:
+            if leaf is None or isinstance(leaf, (str, bool)):
+                return leaf
+            tensor = tf.convert_to_tensor(leaf)
+            return tensor[begin:end] if tensor.shape.rank else tensor
+
+        part_args, part_kwargs = tree.map_structure(cut, (args, kwargs))
+        update_state(*part_args, **part_kwargs)
+
+    def states(begin: Any, end: Any, times: int = 1) -> list[tf.Tensor]:
+        metric.reset_state()
+        for _ in range(times):
+            part(begin, end)
+        return [tf.cast(tf.identity(v.value), tf.float64) for v in metric.variables]
+
+    saved = {id(v): tf.identity(v.value) for v in metric.variables}
+
+    def run() -> tf.Tensor:
+        part(0, split)  # builds what is built late
+        metric.reset_state()
+        start = [tf.cast(tf.identity(v.value), tf.float64) for v in metric.variables]
+        fresh = {id(v): tf.identity(v.value) for v in metric.variables}
+        if batched:
+            first, second = states(0, split), states(split, rows)
+            whole = states(0, rows)
+        else:  # numbers cannot be cut: then twice the same must give twice the state
+            first, second = states(0, 1), states(0, 1)
+            whole = states(0, 1, times=2)
+        for variable in metric.variables:
+            variable.assign(saved.get(id(variable), fresh[id(variable)]))
+        close = [
+            tf.reduce_all(
+                tf.abs((a - s) + (b - s) - (w - s)) <= 1e-3 * tf.abs(w - s) + 1e-5
+            )
+            for s, a, b, w in zip(start, first, second, whole, strict=True)
+        ]
+        return tf.where(tf.reduce_all(close), PASSED, FAILED)
+
+    return tf.cond(tf.logical_and(wanted, rows >= 2), run, lambda: tf.constant(UNKNOWN))
+
+
+def refuse(names: Sequence[str]) -> None:
+    """Raises the error about metrics whose states cannot be summed."""
+    listed = ", ".join(repr(name) for name in names)
+    raise InvalidArgumentError(
+        f"Rank {topology().rank} of {topology().size}: the metric(s) {listed} cannot be "
+        "summed over ranks: the states of two parts of a batch do not add up to the "
+        "state of the whole (as with a running maximum, or a mean of batch means). "
+        "Expected variables that are sums over rows. Keep sums and counts in "
+        "update_state and divide in result(), or compute the metric in a callback from "
+        "model.predict."
+    )
+
+
+# At the end of an epoch ---------------------------------------------------------------
+
+
+def sum_over_ranks(model: Any) -> list[tuple[Any, tf.Tensor]]:
+    """Replaces the state of all metrics by its sum over ranks.
+
+    Must be called on every rank.
+
+    Returns:
+        `(variable, this rank's own value)`, to put back with `restore`.
+    """
+    custom = {id(metric) for metric in users_metrics(model)}
+    variables: list[Any] = []
+    starts: list[Any] = []
+    seen: set[int] = set()
+    for metric in leaf_metrics(model):
+        own = [v for v in metric.variables if id(v) not in seen]
+        seen.update(id(v) for v in own)
+        variables.extend(own)
+        starts.extend(_reset_values(metric, own) if id(metric) in custom else own)
+    local = [(v, tf.identity(v.value)) for v in variables]
+    by_type: dict[str, list[int]] = {}
+    for position, variable in enumerate(variables):
+        by_type.setdefault(tf.as_dtype(variable.dtype).name, []).append(position)
+    others = topology().size - 1
+    for dtype, positions in sorted(by_type.items()):
+        wide = tf.float64 if tf.as_dtype(dtype).is_floating else tf.int64
+        flat = [tf.reshape(tf.cast(variables[p].value, wide), [-1]) for p in positions]
+        total = reduce_tensor(tf.concat(flat, 0), "sum", f"kerasmgpu.metrics.{dtype}")
+        sizes = [int(np.prod(variables[p].shape)) for p in positions]
+        for p, part in zip(positions, tf.split(total, sizes), strict=True):
+            part = tf.reshape(part, variables[p].shape)
+            if isinstance(starts[p], np.ndarray):
+                part = part - tf.cast(starts[p] * others, wide)
+            variables[p].assign(tf.cast(part, dtype))
+    return local
+
+
+def restore(local: list[tuple[Any, tf.Tensor]]) -> None:
+    """Puts back what `sum_over_ranks` replaced."""
+    for variable, value in local:
+        variable.assign(value)
+
+
+def _reset_values(metric: Any, variables: list[Any]) -> list[np.ndarray]:
+    """What a fresh state looks like: the part of a state that must not be summed."""
+    values = [v.numpy() for v in variables]
+    metric.reset_state()
+    start = [v.numpy() for v in variables]
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+    return start

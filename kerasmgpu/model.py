@@ -1,0 +1,624 @@
+"""The model mixin: `fit`, `evaluate` and `predict` that span all ranks.
+
+A wrapped model is the user's object with its class swapped for a subclass (mixin
+first, the user's class second, same name and module). Keras's own loops run: they are
+given this rank's data, a step function that agrees with the other ranks, and a list of
+callbacks that decides alike on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kerasmgpu import metrics, report, state
+from kerasmgpu.callback_list import RankCallbackList
+from kerasmgpu.collectives import all_gather_object, reduce_tensor, topology
+from kerasmgpu.data import DATA, ROW_IDS, ShardedAdapter, spare_data
+from kerasmgpu.errors import InvalidArgumentError, InvalidTypeError, RankMismatchError
+from kerasmgpu.files import write_on_rank_zero
+from kerasmgpu.keras_compat import adopt_registered_name, split_for_validation
+from kerasmgpu.optimizer import plain_class, unwrap_optimizer, wrap_optimizer
+from kerasmgpu.predictions import gather_rows
+from kerasmgpu.step import StepFunction
+
+_STOP_FLAGS = ("stop_training", "stop_evaluating")
+
+
+class Session:
+    """What kerasmgpu knows of one wrapped model.
+
+    Args:
+        model: the wrapped model.
+        sharding, gradient_reduction, gradient_compression: as of `HorovodStrategy`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        sharding: str,
+        gradient_reduction: str,
+        gradient_compression: str | None,
+    ) -> None:
+        self.model = model
+        self.sharding = sharding
+        self.gradient_reduction = gradient_reduction
+        self.gradient_compression = gradient_compression
+        self.local_depth = 0
+        self.agreed: dict[str, bool] = dict.fromkeys(_STOP_FLAGS, False)
+        self.last_step: StepFunction | None = None
+        self.summed_metrics: list[Any] | None = None
+        self.jit_warned = False
+        self.fitting = False
+        self.accumulated_apart = False
+        self._in_callbacks = 0
+        self._loop_thread: threading.Thread | None = None
+
+    @property
+    def spans_ranks(self) -> bool:
+        return topology().size > 1 and self.local_depth == 0
+
+    # Agreeing ---------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def callbacks_running(self) -> Iterator[None]:
+        self._in_callbacks += 1
+        try:
+            yield
+        finally:
+            self._in_callbacks -= 1
+
+    @contextlib.contextmanager
+    def loop_running(self) -> Iterator[None]:
+        outer = self._loop_thread
+        self._loop_thread = threading.current_thread()
+        try:
+            yield
+        finally:
+            self._loop_thread = outer
+
+    @contextlib.contextmanager
+    def fitted(self) -> Iterator[None]:
+        self.fitting = True
+        try:
+            yield
+        finally:
+            self.fitting = False
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether Keras's loop itself is asking, and no callback."""
+        return (
+            self._loop_thread is threading.current_thread() and self._in_callbacks == 0
+        )
+
+    def requested(self, flag: str) -> bool:
+        return bool(self.model.__dict__.get(flag, False))
+
+    def agree_to_stop(self) -> None:
+        """At the end of an epoch. Must be called on every rank."""
+        request = tf.constant([int(self.requested("stop_training"))])
+        stop = reduce_tensor(request, "max", "kerasmgpu.stop")
+        self.agreed["stop_training"] |= bool(stop[0] > 0)
+
+    def meet(self, method: str, **facts: Any) -> None:
+        """Refuses a call that the other ranks do not make alike.
+
+        Must be called on every rank.
+        """
+        report.used(method)
+        calls = all_gather_object((method, facts))
+        for rank, call in enumerate(calls):
+            if call != calls[0]:
+                raise RankMismatchError(
+                    f"Rank {topology().rank} of {topology().size}: the ranks do not "
+                    f"make the same call. Rank 0 calls {_call_text(calls[0])}, rank "
+                    f"{rank} calls {_call_text(call)}. Expected the same on every rank."
+                )
+        state.share_host_random_state()
+
+    # State --------------------------------------------------------------------------
+
+    def wrap_optimizers(self) -> list[Any]:
+        optimizers = state.optimizers_of(self.model)
+        for optimizer in optimizers:
+            wrap_optimizer(
+                optimizer, self.gradient_reduction, self.gradient_compression
+            )
+        return optimizers
+
+    def send_state(self) -> None:
+        """Compares the ranks' models and sends rank 0's state to all."""
+        optimizers = state.optimizers_of(self.model)
+        state.check_same_structure(self.model, optimizers)
+        state.broadcast_state(self.model, optimizers)
+        state.separate_random_states(self.model)
+
+    def prepare_training(self) -> None:
+        optimizers = state.optimizers_of(self.model)
+        self.send_state()
+        state.gather_accumulators(optimizers, add_up=self.accumulated_apart)
+        self.accumulated_apart = True
+
+    def prepare_testing(self) -> None:
+        if not self.fitting:  # the ranks of a fit hold the same already
+            self.send_state()
+
+    def complete_rank_zero(self) -> None:
+        """Before callbacks may save at the end of an epoch: rank 0 has all there is."""
+        state.gather_accumulators(state.optimizers_of(self.model), add_up=True)
+
+    def make_step(self, step: Any, training: bool) -> StepFunction:
+        flag = "stop_training" if training else "stop_evaluating"
+        return StepFunction(
+            self.model,
+            step,
+            training=training,
+            same_batches=self.sharding == "batch",
+            prepare=self.prepare_training if training else self.prepare_testing,
+            stop_requested=lambda: self.requested(flag),
+            finished=lambda function: self._step_finished(function, flag),
+        )
+
+    def _step_finished(self, function: StepFunction, flag: str) -> None:
+        self.last_step = function
+        self.agreed[flag] |= function.stop_agreed
+
+
+class _AgreedFlag:
+    """`model.stop_training`: callbacks read what they set, the loop what was agreed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, model: Any, owner: Any = None) -> Any:
+        if model is None:
+            return self
+        session = session_of(model)
+        if session is not None and session.in_loop and session.spans_ranks:
+            return session.agreed[self.name]
+        return bool(model.__dict__.get(self.name, False))
+
+    def __set__(self, model: Any, value: Any) -> None:
+        session = session_of(model)
+        if session is not None and session.in_loop:
+            session.agreed[self.name] = False  # Keras resets it before the loop
+        model.__dict__[self.name] = bool(value)
+
+
+def session_of(model: Any) -> Session | None:
+    """The session of a wrapped model, or None."""
+    session = model.__dict__.get("_kerasmgpu")
+    return session if isinstance(session, Session) else None
+
+
+def _spanning(model: Any) -> Session | None:
+    session = session_of(model)
+    return session if session is not None and session.spans_ranks else None
+
+
+class RankedModel:
+    """Mixin, put before the user's model class by `wrap`."""
+
+    stop_training = _AgreedFlag("stop_training")
+    stop_evaluating = _AgreedFlag("stop_evaluating")
+
+    # Compiling ------------------------------------------------------------------------
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        super().compile(*args, **kwargs)  # type: ignore[misc]
+        session = session_of(self)
+        if session is not None:
+            session.wrap_optimizers()
+
+    def make_train_function(self, force: bool = False) -> Any:
+        session = _spanning(self)
+        if session is None:
+            return super().make_train_function(force)  # type: ignore[misc]
+        if self.train_function is None or force:
+            session.wrap_optimizers()
+            _say_that_xla_is_off(self, session)
+            self.train_function = session.make_step(self.train_step, training=True)
+        return self.train_function
+
+    def make_test_function(self, force: bool = False) -> Any:
+        session = _spanning(self)
+        if session is None:
+            return super().make_test_function(force)  # type: ignore[misc]
+        if self.test_function is None or force:
+            self.test_function = session.make_step(self.test_step, training=False)
+        return self.test_function
+
+    # Loops ----------------------------------------------------------------------------
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: Any = True,
+        class_weight: Any = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: Any = 1,
+    ) -> Any:
+        given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        session = _spanning(self)
+        if session is None:
+            return super().fit(**given)  # type: ignore[misc]
+        self._assert_compile_called("fit")
+        session.meet(
+            "fit",
+            batch_size=batch_size,
+            epochs=epochs,
+            initial_epoch=initial_epoch,
+            steps_per_epoch=steps_per_epoch,
+            validation_steps=validation_steps,
+            validation=bool(validation_split) or validation_data is not None,
+            validation_freq=validation_freq,
+            sharding=session.sharding,
+            steps_per_execution=self.steps_per_execution,
+        )
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = split_for_validation(
+                (x, y, sample_weight), validation_split
+            )
+        data = ShardedAdapter(
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            steps=steps_per_epoch,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            sharding=session.sharding,
+        )
+        if validation_data is not None:
+            xv, yv, wv = keras.utils.unpack_x_y_sample_weight(validation_data)
+            validation_data = ShardedAdapter(
+                xv,
+                yv,
+                wv,
+                batch_size=validation_batch_size or batch_size,
+                steps=validation_steps,
+                sharding=session.sharding,
+            )
+        verbose = verbose if topology().is_rank_zero else 0
+        callback_list = RankCallbackList(
+            callbacks,
+            session,
+            add_history=True,
+            add_progbar=verbose != 0,
+            verbose=verbose,
+            epochs=epochs,
+            steps=steps_per_epoch or data.num_batches,
+            model=self,
+        )
+        for function in (self.train_function, self.test_function):
+            if isinstance(function, StepFunction):
+                function.start_over()
+        self._initial_epoch = None
+        session.agreed["stop_training"] = False
+        with session.loop_running(), session.fitted():
+            return super().fit(  # type: ignore[misc]
+                x=data,
+                epochs=epochs,
+                verbose=verbose,
+                callbacks=callback_list,
+                validation_data=validation_data,
+                shuffle=False,
+                initial_epoch=initial_epoch,
+                steps_per_epoch=steps_per_epoch,
+                validation_steps=validation_steps,
+                validation_freq=validation_freq,
+            )
+
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        given = {
+            k: v
+            for k, v in locals().items()
+            if k not in ("self", "kwargs", "__class__")
+        }
+        session = _spanning(self)
+        if session is None:
+            with _own_functions(self, "test_function"):
+                return super().evaluate(**given, **kwargs)  # type: ignore[misc]
+        if kwargs.get("_use_cached_eval_dataset"):  # the validation of `fit`
+            return super().evaluate(**given, **kwargs)  # type: ignore[misc]
+        self._assert_compile_called("evaluate")
+        session.meet(
+            "evaluate", batch_size=batch_size, steps=steps, sharding=session.sharding
+        )
+        data = ShardedAdapter(
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            steps=steps,
+            sharding=session.sharding,
+        )
+        verbose = verbose if topology().is_rank_zero else 0
+        callback_list = RankCallbackList(
+            callbacks,
+            session,
+            add_progbar=verbose != 0,
+            verbose=verbose,
+            epochs=1,
+            steps=steps or data.num_batches,
+            model=self,
+        )
+        if isinstance(self.test_function, StepFunction):
+            self.test_function.start_over()
+        with session.loop_running():
+            return super().evaluate(  # type: ignore[misc]
+                x=data,
+                verbose=verbose,
+                steps=steps,
+                callbacks=callback_list,
+                return_dict=return_dict,
+                **kwargs,
+            )
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
+        session = _spanning(self)
+        if session is None:
+            return super().predict(x, batch_size, verbose, steps, callbacks)  # type: ignore[misc]
+        session.meet(
+            "predict", batch_size=batch_size, steps=steps, sharding=session.sharding
+        )
+        data = ShardedAdapter(
+            x,
+            batch_size=batch_size,
+            steps=steps,
+            sharding=session.sharding,
+            with_row_ids=True,
+        )
+        if not self.built:
+            spec = data.get_tf_dataset().element_spec[DATA]
+            self(keras.utils.unpack_x_y_sample_weight(spare_data(spec))[0])
+        session.send_state()
+        verbose = verbose if topology().is_rank_zero else 0
+        callback_list = RankCallbackList(
+            callbacks,
+            session,
+            add_progbar=verbose != 0,
+            verbose=verbose,
+            epochs=1,
+            steps=steps or data.num_batches,
+            model=self,
+        )
+        result = super().predict(  # type: ignore[misc]
+            data, verbose=verbose, steps=steps, callbacks=callback_list
+        )
+        return gather_rows(
+            result["outputs"], result[ROW_IDS], own_rows=session.sharding == "none"
+        )
+
+    def predict_step(self, data: Any) -> Any:
+        if not (isinstance(data, dict) and ROW_IDS in data):
+            return super().predict_step(data)  # type: ignore[misc]
+        outputs = super().predict_step(data[DATA])  # type: ignore[misc]
+        return {"outputs": outputs, ROW_IDS: data[ROW_IDS]}
+
+    def train_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        session = _spanning(self)
+        if session is None:
+            return super().train_on_batch(  # type: ignore[misc]
+                x, y, sample_weight, class_weight, return_dict
+            )
+        report.used("train_on_batch")
+        logs = super().train_on_batch(  # type: ignore[misc]
+            x, y, sample_weight, class_weight, return_dict=True
+        )
+        return self._global_logs(logs, return_dict)
+
+    def test_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        session = _spanning(self)
+        if session is None:
+            with _own_functions(self, "test_function"):
+                return super().test_on_batch(x, y, sample_weight, return_dict)  # type: ignore[misc]
+        report.used("test_on_batch")
+        logs = super().test_on_batch(x, y, sample_weight, return_dict=True)  # type: ignore[misc]
+        return self._global_logs(logs, return_dict)
+
+    # Logs -----------------------------------------------------------------------------
+
+    def _global_logs(self, logs: Any, return_dict: bool) -> Any:
+        logs = {
+            key: float(value) if np.ndim(value) == 0 else np.asarray(value)
+            for key, value in self._get_metrics_result_or_logs(logs).items()
+        }
+        return logs if return_dict else self._flatten_metrics_in_order(logs)
+
+    def _get_metrics_result_or_logs(self, logs: Any) -> Any:
+        """Keras's, at the end of an epoch, over all ranks."""
+        session = _spanning(self)
+        if session is None:
+            return super()._get_metrics_result_or_logs(logs)  # type: ignore[misc]
+        self._put_metrics_back()
+        session.summed_metrics = metrics.sum_over_ranks(self)
+        result = super()._get_metrics_result_or_logs(logs)  # type: ignore[misc]
+        if result is not logs or not isinstance(logs, dict):
+            return result
+        return _global_numbers(logs, self.get_metrics_result(), session.last_step)
+
+    def _put_metrics_back(self) -> None:
+        session = session_of(self)
+        if session is not None and session.summed_metrics is not None:
+            metrics.restore(session.summed_metrics)
+            session.summed_metrics = None
+
+    def reset_metrics(self) -> None:
+        self._put_metrics_back()
+        super().reset_metrics()  # type: ignore[misc]
+
+    # Files ----------------------------------------------------------------------------
+
+    def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        write_on_rank_zero(self, super().save, filepath, *args, **kwargs)  # type: ignore[misc]
+
+    def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        write_on_rank_zero(self, super().save_weights, filepath, *args, **kwargs)  # type: ignore[misc]
+
+    def export(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        write_on_rank_zero(self, super().export, filepath, *args, **kwargs)  # type: ignore[misc]
+
+
+def _global_numbers(
+    logs: dict[str, Any], metric_logs: dict[str, Any], step: StepFunction | None
+) -> dict[str, Any]:
+    """What a custom step returned, over ranks.
+
+    What is a metric's result is the result of the summed state; other numbers become
+    their mean over ranks, weighted by the rows of the last batch.
+    """
+    known = step.log_metrics if step is not None else {}
+    share = step.share if step is not None else 1.0 / topology().size
+    result: dict[str, Any] = {}
+    numbers: dict[str, np.ndarray] = {}
+    for key in sorted(logs):
+        if key in known:
+            result[key] = known[key].result()
+        elif key in metric_logs:
+            result[key] = metric_logs[key]
+        else:
+            numbers[key] = np.asarray(logs[key], "float64")
+    if numbers:
+        flat = np.concatenate([value.ravel() for value in numbers.values()])
+        mine = flat * share if share else np.zeros_like(flat)
+        total = reduce_tensor(tf.constant(mine), "sum", "kerasmgpu.logs").numpy()
+        sizes = np.cumsum([value.size for value in numbers.values()])[:-1]
+        for (key, value), part in zip(
+            numbers.items(), np.split(total, sizes), strict=True
+        ):
+            result[key] = part.reshape(value.shape) if value.ndim else float(part[0])
+    return {key: result[key] for key in logs}
+
+
+@contextlib.contextmanager
+def _own_functions(model: Any, name: str) -> Iterator[None]:
+    """Lets Keras make its own step function, for a call that does not span ranks."""
+    held = getattr(model, name)
+    if not isinstance(held, StepFunction):
+        yield
+        return
+    setattr(model, name, None)
+    try:
+        yield
+    finally:
+        setattr(model, name, held)
+
+
+def _say_that_xla_is_off(model: Any, session: Session) -> None:
+    if model.jit_compile and not session.jit_warned and topology().is_rank_zero:
+        warnings.warn(
+            "jit_compile is on, and XLA cannot compile the exchange of gradients: a "
+            "wrapped model's steps run without XLA on more than one rank. The numbers "
+            "are the same. Compile with jit_compile=False to silence this.",
+            stacklevel=2,
+        )
+    session.jit_warned = True
+
+
+def _call_text(call: Any) -> str:
+    method, facts = call
+    return f"{method}({', '.join(f'{k}={v!r}' for k, v in facts.items())})"
+
+
+# Wrapping -----------------------------------------------------------------------------
+
+
+def wrap_model(model: Any, **options: Any) -> Any:
+    """Swaps the model's class; the same object is returned. Idempotent."""
+    session = session_of(model)
+    if session is not None:
+        held = {name: getattr(session, name) for name in options}
+        if held != options:
+            raise InvalidArgumentError(
+                f"The model {model.name!r} was already wrapped with {held}. Received: a "
+                f"strategy with {options}. Call strategy.unwrap(model) first."
+            )
+        return model
+    if getattr(model, "_distribute_strategy", None) is not None:
+        raise InvalidTypeError(
+            "Received: a model made under a tf.distribute strategy. kerasmgpu takes the "
+            "place of tf.distribute; build the model outside of `with strategy.scope()`."
+        )
+    session = Session(model, **options)
+    object.__setattr__(model, "_kerasmgpu", session)
+    original = type(model)
+    members = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+    }
+    wrapped = type(original.__name__, (RankedModel, original), members)
+    wrapped.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    adopt_registered_name(wrapped, original)
+    model.__class__ = wrapped
+    for name in ("train_function", "test_function", "predict_function"):
+        setattr(model, name, None)
+    session.wrap_optimizers()
+    return model
+
+
+def unwrap_model(model: Any) -> Any:
+    """Puts the classes of the model and its optimizers back."""
+    if session_of(model) is None:
+        return model
+    model._put_metrics_back()
+    for optimizer in state.optimizers_of(model):
+        unwrap_optimizer(optimizer)
+    original = plain_class(model)
+    object.__delattr__(model, "_kerasmgpu")
+    model.__class__ = original
+    for name in ("train_function", "test_function", "predict_function"):
+        setattr(model, name, None)
+    return model

@@ -1,0 +1,260 @@
+"""The reduce inside `optimizer.apply`: weigh, all-reduce, then Keras clips and updates.
+
+A wrapped optimizer is the user's object with its class swapped for a subclass. Keras
+calls `apply` → (accumulate) → `_clip_gradients` → weight decay → update, so gradients
+are reduced on entry, before anything reads them. With `gradient_accumulation_steps`
+they are weighed on entry and reduced once, just before the clipping of the update. A
+`LossScaleOptimizer` looks at the gradients in its own outer `apply`, so there the outer
+one weighs and reduces.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kerasmgpu.collectives import (
+    exchange_pieces,
+    gather_tensor,
+    reduce_tensor,
+    topology,
+)
+from kerasmgpu.control import current_step
+from kerasmgpu.errors import InvalidArgumentError
+
+#: Set while an outer optimizer that has weighed the gradients calls its inner one.
+_weighed: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "kerasmgpu_weighed", default=False
+)
+_indices = itertools.count()
+
+
+def applying() -> bool:
+    """Whether an optimizer is updating, as opposed to the step around it."""
+    return _weighed.get()
+
+
+REDUCTIONS = ("mean", "sum", "adasum")
+COMPRESSIONS = (None, "fp16", "bf16")
+
+
+class Reducer:
+    """Weighs and reduces one optimizer's gradients.
+
+    Args:
+        reduction: "mean" (each rank's gradient counts by its rows), "sum" (plain sum)
+            or "adasum".
+        compression: None, "fp16" or "bf16": the type in which gradients travel.
+    """
+
+    def __init__(self, reduction: str, compression: str | None) -> None:
+        self.reduction = reduction
+        self.compression = compression
+        self.name = f"kerasmgpu.gradients.{next(_indices)}"
+
+    def weigh(self, gradients: Sequence[Any]) -> list[Any]:
+        """Multiplies each gradient by what this rank counts in the step.
+
+        That is `rows / total_rows` inside a wrapped model's step and `1 / size`
+        elsewhere. A rank without rows gives exact zeros, whatever it computed.
+        """
+        if self.reduction != "mean":
+            return list(gradients)
+        step = current_step()
+        if step is None:
+            weight = tf.constant(1.0 / topology().size, tf.float32)
+        else:
+            weight = step.weight
+        return [_scaled(gradient, weight) for gradient in gradients]
+
+    def reduce(self, gradients: Sequence[Any]) -> list[Any]:
+        """Adds up weighed gradients over ranks, each as soon as it is there.
+
+        Args:
+            gradients: tensors, `tf.IndexedSlices` or None (left as it is). The same
+                kinds and shapes on every rank.
+        """
+        step = current_step()
+        return [
+            self._reduce_one(gradient, step, f"{self.name}.{position}")
+            for position, gradient in enumerate(gradients)
+        ]
+
+    def _reduce_one(self, gradient: Any, step: Any, name: str) -> Any:
+        if gradient is None:
+            return None
+        if isinstance(gradient, tf.IndexedSlices):
+            if self.reduction == "adasum":
+                gradient = tf.convert_to_tensor(gradient)
+            else:
+                return _gather_slices(gradient, step, name)
+        tensor = tf.convert_to_tensor(gradient)
+        op = "adasum" if self.reduction == "adasum" else "sum"
+        if self.compression == "bf16" and tensor.dtype == tf.float32:
+            return _reduce_as_bfloat16(tensor, name)
+        if self.compression == "fp16" and tensor.dtype == tf.float32:
+            return tf.cast(
+                reduce_tensor(tf.cast(tensor, tf.float16), op, name), "float32"
+            )
+        if tensor.dtype == tf.bfloat16:
+            return tf.cast(
+                reduce_tensor(tf.cast(tensor, "float32"), op, name), "bfloat16"
+            )
+        return reduce_tensor(tensor, op, name)
+
+
+def _scaled(gradient: Any, weight: tf.Tensor) -> Any:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.math.multiply_no_nan(
+            gradient.values, tf.cast(weight, gradient.values.dtype)
+        )
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    gradient = tf.convert_to_tensor(gradient)
+    # multiply_no_nan: a weight of 0 gives 0 also for what is not finite.
+    if gradient.dtype in (tf.float16, tf.bfloat16):
+        wide = tf.math.multiply_no_nan(tf.cast(gradient, tf.float32), weight)
+        return tf.cast(wide, gradient.dtype)
+    return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
+
+
+def _gather_slices(gradient: tf.IndexedSlices, step: Any, name: str) -> Any:
+    """The ranks' slices one after the other: the slices that one process would have.
+
+    Kept sparse, because clipping by norm looks at the slices. A spare row's slices are
+    left out: an index that is not in the batch must not be touched.
+    """
+    values, indices = gradient.values, gradient.indices
+    if step is not None:
+        count = tf.where(step.rows > 0, tf.shape(indices)[0], 0)
+        values, indices = values[:count], indices[:count]
+    return tf.IndexedSlices(
+        gather_tensor(values, f"{name}.values"),
+        gather_tensor(indices, f"{name}.indices"),
+        gradient.dense_shape,
+    )
+
+
+def _reduce_as_bfloat16(tensor: tf.Tensor, name: str) -> tf.Tensor:
+    """An all-reduce that sends bfloat16, which neither MPI nor Horovod can add.
+
+    As in a ring all-reduce, each rank adds up one piece of the tensor, in float32, and
+    then all ranks gather the pieces: 2 (N - 1) / N times 2 bytes an element.
+    """
+    size = topology().size
+    flat = tf.reshape(tensor, [-1])
+    length = tf.shape(flat)[0]
+    piece = (length + size - 1) // size
+    flat = tf.pad(flat, [[0, piece * size - length]])
+    bits = tf.bitcast(tf.cast(flat, tf.bfloat16), tf.uint16)
+    received = exchange_pieces(bits, f"{name}.pieces")
+    pieces = tf.cast(
+        tf.bitcast(tf.reshape(received, [size, piece]), tf.bfloat16), "float32"
+    )
+    total = tf.cast(tf.reduce_sum(pieces, axis=0), tf.bfloat16)
+    bits = gather_tensor(tf.bitcast(total, tf.uint16), f"{name}.sums")
+    whole = tf.cast(tf.bitcast(bits, tf.bfloat16), tf.float32)
+    return tf.reshape(whole[:length], tf.shape(tensor))
+
+
+class RankedOptimizer:
+    """Mixin, put before the user's optimizer class by `wrap`."""
+
+    _kerasmgpu: Reducer
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        reducer = self.__dict__.get("_kerasmgpu")
+        if reducer is None or topology().size == 1 or len(grads) == 0:
+            return super().apply(grads, trainable_variables)  # type: ignore[misc]
+        if not _weighed.get():
+            grads = reducer.weigh(grads)
+            if not _accumulates(self):
+                grads = reducer.reduce(grads)
+        token = _weighed.set(True)
+        try:
+            return super().apply(grads, trainable_variables)  # type: ignore[misc]
+        finally:
+            _weighed.reset(token)
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        reducer = self.__dict__.get("_kerasmgpu")
+        if (
+            reducer is not None
+            and topology().size > 1
+            and self.gradient_accumulation_steps  # type: ignore[attr-defined]
+        ):
+            grads = reducer.reduce(grads)
+        return super()._clip_gradients(grads)  # type: ignore[misc]
+
+    def check_finite(self, grads: Any) -> Any:
+        """Of a LossScaleOptimizer: whether to update, the same on all ranks."""
+        finite = super().check_finite(grads)  # type: ignore[misc]
+        reducer = self.__dict__.get("_kerasmgpu")
+        if reducer is None or topology().size == 1 or not _accumulates(self):
+            return finite
+        name = f"{reducer.name}.finite"
+        return reduce_tensor(tf.cast(finite, tf.uint8), "min", name) > 0
+
+
+def _accumulates(optimizer: Any) -> bool:
+    """Whether gradients are added up over micro-steps, here or in the optimizer inside."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return bool(inner.gradient_accumulation_steps)
+
+
+def accumulators(optimizer: Any) -> list[Any]:
+    """The variables in which gradients are added up over micro-steps; as a rule none.
+
+    Each rank adds up its own weighed gradients, so these differ by rank.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if not inner.gradient_accumulation_steps or not inner.built:
+        return []
+    return list(inner._accumulated_gradients)
+
+
+def wrap_optimizer(optimizer: Any, reduction: str, compression: str | None) -> Any:
+    """Swaps the optimizer's class; the same object is returned. Idempotent."""
+    if "_kerasmgpu" in optimizer.__dict__:
+        reducer = optimizer.__dict__["_kerasmgpu"]
+        if (reducer.reduction, reducer.compression) != (reduction, compression):
+            raise InvalidArgumentError(
+                f"The optimizer {optimizer.name!r} was already wrapped with "
+                f"gradient_reduction={reducer.reduction!r}, "
+                f"gradient_compression={reducer.compression!r}. Received: a strategy "
+                f"with {reduction!r}, {compression!r}. Call strategy.unwrap first, or "
+                "give each model an optimizer of its own."
+            )
+        return optimizer
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if isinstance(inner, keras.optimizers.Optimizer):
+        wrap_optimizer(inner, reduction, compression)
+    object.__setattr__(optimizer, "_kerasmgpu", Reducer(reduction, compression))
+    original = type(optimizer)
+    optimizer.__class__ = type(
+        original.__name__,
+        (RankedOptimizer, original),
+        {"__module__": original.__module__, "__qualname__": original.__qualname__},
+    )
+    return optimizer
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """Puts the optimizer's own class back."""
+    if optimizer.__dict__.pop("_kerasmgpu", None) is not None:
+        optimizer.__class__ = plain_class(optimizer)
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if isinstance(inner, keras.optimizers.Optimizer):
+        unwrap_optimizer(inner)
+    return optimizer
+
+
+def plain_class(wrapped: Any) -> type:
+    """The class that a wrapped model or optimizer had: the one after the mixin."""
+    return type(wrapped).__mro__[2]

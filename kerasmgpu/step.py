@@ -1,0 +1,272 @@
+"""One step on one rank: the function that `fit` and `evaluate` call for each batch.
+
+It starts the control vector, runs the user's `train_step` (or `test_step`) on this
+rank's rows with losses, metrics and synchronized layers made to add up over ranks, and
+averages the moving statistics that the step changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kerasmgpu import control
+from kerasmgpu.collectives import (
+    all_gather_object,
+    reduce_tensor,
+    waiting_for_ranks,
+)
+from kerasmgpu.data import DATA, META, shard_batch
+from kerasmgpu.keras_compat import tree
+from kerasmgpu.layers.batch_norm import synchronized_moments
+from kerasmgpu.losses import scaled_losses
+from kerasmgpu.metrics import FAILED, UNKNOWN, refuse, watched_metrics
+from kerasmgpu.optimizer import applying
+from kerasmgpu.state import is_seed_state
+
+
+class StepFunction:
+    """Callable like Keras's `train_function`: takes an iterator, returns the logs.
+
+    Args:
+        model: the wrapped model.
+        step: `model.train_step` or `model.test_step`.
+        training: whether it is a training step.
+        same_batches: whether all ranks see the same global batches.
+        prepare: called once, before the first batch is computed, when all variables
+            exist; sends rank 0's state to the others.
+        stop_requested: whether this rank asks to stop.
+        finished: called after each batch, with this object.
+
+    Attributes:
+        stop_agreed: whether any rank asked to stop in the last step.
+        log_metrics: key of the logs → the metric whose result it is.
+        share: this rank's share of the rows of the last batch.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        step: Callable[[Any], Any],
+        *,
+        training: bool,
+        same_batches: bool,
+        prepare: Callable[[], None],
+        stop_requested: Callable[[], bool],
+        finished: Callable[[StepFunction], None],
+    ) -> None:
+        self.model = model
+        self.step = step
+        self.training = training
+        self.same_batches = same_batches
+        self.prepare = prepare
+        self.stop_requested = stop_requested
+        self.finished = finished
+        self.stop_agreed = False
+        self.log_metrics: dict[str, Any] = {}
+        self.share = 0.0
+        self.steps_taken = 0
+        self._trial_names: list[str] = []
+        self._trials_left = 10
+        self._prepared = False
+        self._ended: Any = None
+        self._kind = "train" if training else "test"
+        one_step = tf.autograph.experimental.do_not_convert(self._run_step)
+        many_steps = tf.autograph.experimental.do_not_convert(self._run_steps)
+        if not model.run_eagerly:
+            # Not compiled by XLA, which cannot hold a collective of Horovod's.
+            one_step = tf.function(one_step, reduce_retracing=True, jit_compile=False)
+            many_steps = tf.function(many_steps, reduce_retracing=True)
+        self._one_step: Any = one_step
+        self._many_steps: Any = many_steps
+
+    def start_over(self) -> None:
+        """Makes the next call `prepare` again."""
+        self._prepared = False
+        self._ended = None
+
+    def __call__(self, iterator: Any) -> Any:
+        if iterator is self._ended:
+            raise StopIteration
+        flags = (
+            tf.constant(float(self.stop_requested()), tf.float64),
+            tf.constant(self._trials_left > 0),
+        )
+        if not isinstance(iterator, tf.data.Iterator):
+            # train_on_batch and test_on_batch hand over one global batch.
+            data, meta = shard_batch(next(iter(iterator)))
+            function, first = self._one_step, {DATA: data, META: meta}
+        elif self.model.run_eagerly:
+            function, first = self._run_eagerly(iterator), iterator.get_next()
+        else:
+            function, first = self._many_steps, iterator
+        if not self._prepared:
+            self._build(function, first, flags)
+            self.prepare()
+            self._prepared = True
+        with waiting_for_ranks(f"step {self.steps_taken + 1} of {self._kind}"):
+            logs, sums, meta, trials = function(first, *flags)
+            sums, meta = np.asarray(sums), np.asarray(meta)
+        self.steps_taken += 1
+        agreed = control.read(sums, self.same_batches)
+        self.share = float(meta[control.META_ROWS] / sums[control.ROWS])
+        self.stop_agreed = agreed.stop
+        self._check_trials(np.asarray(trials))
+        self._ended = None if agreed.more else iterator
+        self.finished(self)
+        return logs
+
+    def _build(self, function: Any, first: Any, flags: Any) -> None:
+        """Creates all variables, in the order in which plain Keras would."""
+        if not self.model.run_eagerly:
+            function.get_concrete_function(first, *flags)
+            return
+        if not self.model.built:
+            x = keras.utils.unpack_x_y_sample_weight(_plain(first[DATA]))[0]
+            self.model(x)
+        optimizer = self.model.optimizer
+        if self.training and optimizer is not None and not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+
+    # Running --------------------------------------------------------------------------
+
+    def _run_steps(self, iterator: Any, stop: tf.Tensor, wanted: tf.Tensor) -> Any:
+        """Up to `steps_per_execution` steps in one graph."""
+        outputs = self._one_step(iterator.get_next(), stop, wanted)
+        steps = self.model.steps_per_execution
+        if steps == 1:
+            return outputs
+
+        def more(number: tf.Tensor, outputs: Any) -> tf.Tensor:
+            going_on = outputs[1][control.MORE] > 0
+            return tf.logical_and(number < steps, going_on)
+
+        def another(number: tf.Tensor, outputs: Any) -> Any:
+            with tf.control_dependencies(tf.nest.flatten(outputs)):
+                return number + 1, self._one_step(iterator.get_next(), stop, wanted)
+
+        # One iteration at a time: two would have collectives of the same name under way.
+        return tf.while_loop(
+            more, another, (tf.constant(1), outputs), parallel_iterations=1
+        )[1]
+
+    def _run_eagerly(self, iterator: Any) -> Callable[..., Any]:
+        def run(first: Any, stop: tf.Tensor, wanted: tf.Tensor) -> Any:
+            outputs = self._run_step(first, stop, wanted)
+            for _ in range(self.model.steps_per_execution - 1):
+                if outputs[1][control.MORE] > 0:
+                    outputs = self._run_step(iterator.get_next(), stop, wanted)
+            return outputs
+
+        return run
+
+    def _run_step(self, element: Any, stop: tf.Tensor, wanted: tf.Tensor) -> Any:
+        """Returns the logs, the summed control vector, this rank's, and the trials."""
+        meta = element[META]
+        name = f"kerasmgpu.control.{self._kind}"
+        sums = control.exchange(meta, stop, name)
+        step = control.make_step(meta, sums, self.training)
+        model = self.model
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(control.in_step(step))
+            changed = stack.enter_context(watched_assignments(model, step))
+            stack.enter_context(scaled_losses(model, self.same_batches))
+            stack.enter_context(synchronized_moments(model))
+            watch = stack.enter_context(watched_metrics(model, wanted))
+            logs = self.step(_plain(element[DATA]))
+        average_moving_statistics(model, changed, step)
+        if isinstance(logs, dict):
+            self.log_metrics = {
+                key: watch.results[id(value)][1]
+                for key, value in logs.items()
+                if id(value) in watch.results
+            }
+        self._trial_names = list(watch.trials)
+        trials = list(watch.trials.values())
+        trials = tf.stack(trials) if trials else tf.zeros([0], tf.int32)
+        return logs, sums, meta, trials
+
+    def _check_trials(self, trials: np.ndarray) -> None:
+        if self._trials_left == 0:
+            return
+        if not self._trial_names:
+            self._trials_left = 0
+            return
+        outcomes = np.array(all_gather_object(trials.tolist()))
+        failed = (outcomes == FAILED).any(axis=0)
+        if failed.any():
+            names = [n for n, bad in zip(self._trial_names, failed, strict=True) if bad]
+            refuse(names)
+        undecided = (outcomes == UNKNOWN).all(axis=0).any()
+        self._trials_left = self._trials_left - 1 if undecided else 0
+
+
+def _plain(data: Any) -> Any:
+    """The batch as Keras hands it to a step: an optional value that is not there is
+    None."""
+    return tree.map_structure(
+        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data
+    )
+
+
+# Assignments in a step ----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def watched_assignments(model: Any, step: control.Step) -> Iterator[dict[int, Any]]:
+    """Notes which variables a step assigns, and keeps spare rows out of metrics.
+
+    While it lasts, a rank without rows leaves the model's metrics as they were. What an
+    optimizer assigns in its `apply` is left alone.
+
+    Yields:
+        id → variable, of the variables that were assigned.
+    """
+    changed: dict[int, Any] = {}
+    cls = keras.Variable
+    original = cls.assign
+
+    def assign(variable: Any, value: Any) -> Any:
+        if not applying():
+            changed[id(variable)] = variable
+            if any(variable is v for v in model.metrics_variables):
+                old = variable.value
+                value = tf.cast(tf.convert_to_tensor(value), old.dtype)
+                value = tf.where(step.rows > 0, value, old)
+        return original(variable, value)
+
+    cls.assign = assign
+    try:
+        yield changed
+    finally:
+        cls.assign = original
+
+
+def average_moving_statistics(
+    model: Any, changed: dict[int, Any], step: control.Step
+) -> None:
+    """Averages over ranks, by rows, the statistics that the step has moved.
+
+    Those are the float variables that the step assigned and no optimizer trains, such
+    as BatchNormalization's moving mean and variance. One collective for all of them.
+    """
+    moved = [
+        v
+        for v in model.non_trainable_variables
+        if id(v) in changed
+        and not is_seed_state(v)
+        and tf.as_dtype(v.dtype).is_floating
+    ]
+    if not moved:
+        return
+    flat = [tf.reshape(tf.cast(v.value, tf.float32), [-1]) for v in moved]
+    joined = tf.math.multiply_no_nan(tf.concat(flat, 0), step.weight)
+    mean = reduce_tensor(joined, "sum", "kerasmgpu.moving_statistics")
+    sizes = [int(np.prod(v.shape)) for v in moved]
+    for variable, part in zip(moved, tf.split(mean, sizes), strict=True):
+        variable.assign(tf.cast(tf.reshape(part, variable.shape), variable.dtype))
