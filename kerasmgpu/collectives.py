@@ -36,6 +36,7 @@ from kerasmgpu.errors import (
     LaunchError,
     RankMismatchError,
 )
+from kerasmgpu.horovod_environment import check_built_for_current_tensorflow
 from kerasmgpu.topology import (
     Topology,
     check_size,
@@ -143,6 +144,8 @@ def topology() -> Topology:
 
 @functools.cache
 def _horovod() -> Any:
+    # First: with a TensorFlow of another version, importing it may crash the process.
+    check_built_for_current_tensorflow()
     try:
         import horovod.tensorflow as hvd
     except Exception as error:  # a broken build raises many kinds
