@@ -341,6 +341,25 @@ def test_tensorflow_changed_since_the_build(fake_horovod: Path) -> None:
     assert "\n" not in message
 
 
+def test_tensorflow_changed_since_the_build_is_told_to_the_user(
+    fake_horovod: Path,
+) -> None:
+    fake_horovod.write_text('{"tensorflow": "2.1.0", "dummy": "none"}')
+    program = "import kerasmgpu; kerasmgpu.HorovodStrategy()"
+    path = [str(fake_horovod.parent.parent), os.environ.get("PYTHONPATH", "")]
+    job_of_two = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **job_of_two, "PYTHONPATH": os.pathsep.join(path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode != 0
+    assert "HorovodNotFoundError: the installed Horovod was built" in result.stderr
+    assert "run: kerasmgpu install-horovod" in result.stderr
+
+
 def test_horovod_built_without_tensorflow(fake_horovod: Path) -> None:
     fake_horovod.write_text('{"dummy": "none"}')
     with pytest.raises(HorovodNotFoundError, match="was built without TensorFlow"):
