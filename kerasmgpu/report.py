@@ -194,6 +194,15 @@ def _at_exit() -> None:
             flush=True,
         )
     code = _exit_code
+    if code:
+        rank, size = _place()
+        print(
+            f"kerasmgpu: rank {rank} of {size} on host {hostname()} leaves the job "
+            f"with exit code {code}",
+            file=sys.stderr,
+            flush=True,
+        )
+    _tell_launcher({"kind": "leaving", "code": code})
     roll_call.leave(f"its program ended{'' if code is None else f' with code {code}'}")
     threading.Thread(target=_force_exit, daemon=True).start()
 

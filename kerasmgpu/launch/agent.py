@@ -389,6 +389,8 @@ def _environment(message: Message) -> dict[str, str]:
     ):
         environ.setdefault(name, threads)
     environ.setdefault("PYTHONUNBUFFERED", "1")
+    # N ranks need not say N times how TensorFlow was compiled.
+    environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     environ.update(message["env"])
     environ["KERASMGPU_RANK"] = str(message["rank"])
     environ["KERASMGPU_SIZE"] = str(message["size"])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Sequence
 
 from kerasmgpu.launch.rank import RankState
+
+#: Lines that TensorFlow prints whatever happens.
+_CHATTER = re.compile(r"I\d{4} |WARNING: All log messages before absl")
 
 MAX_TRACEBACK_LINES = 16
 MAX_WAITING_LINES = 5
@@ -25,13 +29,9 @@ def first_failure(ranks: Sequence[RankState]) -> RankState | None:
     if own:
         return min(own, key=_when)
     first = min(failed, key=_when)
-    left = [
-        rank
-        for rank in ranks
-        if rank.ended and rank.exit_code == 0 and rank.ended_at <= _when(first) + 0.5
-    ]
+    left = [rank for rank in ranks if _left_at(rank) <= _when(first) + 0.5]
     if left:
-        deserter = min(left, key=lambda rank: rank.ended_at)
+        deserter = min(left, key=_left_at)
         deserter.left_early = True
         return deserter
     return first
@@ -48,7 +48,9 @@ def summary(first: RankState, ranks: Sequence[RankState], started_at: float) -> 
             shown = [shown[0], "  …", *shown[-MAX_TRACEBACK_LINES + 2 :]]
         lines += [f"kerasmgpu: traceback of {where}:", *shown]
     elif first.exit_code and first.tail:
-        lines += [f"kerasmgpu: last lines of {where}:", *first.tail[-8:]]
+        tail = [line for line in first.tail if not _CHATTER.match(line)]
+        if tail:
+            lines += [f"kerasmgpu: last lines of {where}:", *tail[-8:]]
     seconds = max(0.0, _when(first) - started_at)
     lines.append(
         f"kerasmgpu: {where} failed first, {seconds:.1f} s after the start: "
@@ -62,7 +64,10 @@ def describe(rank: RankState) -> str:
     if rank.why is not None:
         return rank.why
     if rank.left_early:
-        return "it left with exit code 0 while other ranks still waited for it"
+        return (
+            f"it left with exit code {rank.left_with} while other ranks still waited "
+            "for it"
+        )
     code = rank.exit_code or 0
     if code < 0:
         try:
@@ -110,6 +115,15 @@ def _waiting_lines(first: RankState, ranks: Sequence[RankState]) -> list[str]:
         for what, names in groups.items()
     ]
     return lines[:MAX_WAITING_LINES]
+
+
+def _left_at(rank: RankState) -> float:
+    """When a rank began to leave by itself; infinity where it did not."""
+    if rank.leaving_at is not None:
+        return rank.leaving_at
+    if rank.ended and rank.exit_code == 0:
+        return rank.ended_at
+    return float("inf")
 
 
 def _when(rank: RankState) -> float:

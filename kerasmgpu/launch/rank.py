@@ -60,6 +60,9 @@ class RankState:
         self.failed_at: float | None = None
         self.is_consequence = False
         self.left_early = False
+        self.leaving_at: float | None = None
+        self.leaving_code: int | None = None
+        self.told_to_end = False
         self.used = False
         self.state: State | None = None
         self.waiting_since = 0.0
@@ -83,8 +86,15 @@ class RankState:
         return self.why is not None or bool(self.exit_code) or self.left_early
 
     @property
+    def left_with(self) -> int:
+        """The exit code a rank meant to leave with; 0 where it was ended instead."""
+        return self.leaving_code or max(self.exit_code or 0, 0)
+
+    @property
     def shell_code(self) -> int:
         """The exit code as a shell would give it."""
+        if self.left_early:
+            return self.left_with or 1
         if self.exit_code is None:
             return 1
         return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
@@ -97,6 +107,9 @@ class RankState:
             self.failed_at = time.monotonic()
         elif kind == "used":
             self.used = True
+        elif kind == "leaving":
+            self.leaving_at = time.monotonic()
+            self.leaving_code = report.get("code")
         elif kind == "state":
             state = State(
                 bool(report.get("waiting")),
@@ -121,7 +134,7 @@ class RankState:
                 self.traceback = last_traceback(self.tail)
                 last_line = self.traceback.rstrip().rpartition("\n")[2]
                 self.is_consequence = bool(_CONSEQUENCE.search(last_line))
-            if message.get("by_starter"):
+            if message.get("by_starter") or self.told_to_end:
                 self.is_consequence = True
 
     def lost(self, why: str) -> None:

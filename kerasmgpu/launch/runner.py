@@ -162,7 +162,8 @@ class Runner:
         old_wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         old = {}
         for number in SIGNAL_GRACE_SECONDS:
-            if signal.getsignal(number) is signal.SIG_IGN:
+            ignored = signal.getsignal(number) is signal.SIG_IGN
+            if ignored and number == signal.SIGHUP:
                 continue  # `nohup` asks for that.
             old[number] = signal.signal(
                 number, lambda received, _: self._signals.append(received)
@@ -371,6 +372,7 @@ class Runner:
         self._ending_at = time.monotonic() + grace_seconds + 2.0
         for rank in self._ranks:
             if not rank.ended:
+                rank.told_to_end = True
                 rank.send(
                     {
                         "type": "signal",
