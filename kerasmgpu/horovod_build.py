@@ -124,12 +124,16 @@ def find_gpu_toolkit(environment: PythonEnvironment) -> GpuToolkit:
     nvcc = shutil.which("nvcc")
     candidates = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1]]
     homes = [Path(home) for home in [*candidates, _USUAL_CUDA_HOME] if home]
-    cuda_home = next((home for home in homes if (home / "bin/nvcc").is_file()), None)
+    # `nvcc` on PATH may be a wrapper that lies apart from the toolkit.
+    parts = ("bin/nvcc", "include/cuda_runtime.h")
+    cuda_home = next(
+        (home for home in homes if all((home / part).is_file() for part in parts)), None
+    )
     if cuda_home is None:
         raise BuildError(
-            f"--gpu needs CUDA's compiler; found no bin/nvcc in "
-            f"{', '.join(map(str, homes))}; install the CUDA toolkit (12.5 or later) "
-            "and set CUDA_HOME"
+            f"--gpu needs the CUDA toolkit; found no folder with {' and '.join(parts)} "
+            f"among {', '.join(map(str, homes))}; install the toolkit (12.5 or later) "
+            "and set CUDA_HOME to its folder"
         )
     nccl = Path(environment.site_packages) / "nvidia" / "nccl"
     library = nccl / "lib" / "libnccl.so.2"

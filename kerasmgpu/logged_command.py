@@ -36,6 +36,11 @@ _CAUSES = (
         "development files",
     ),
     (
+        r"Could NOT find (?:CUDAToolkit|NCCL)",
+        "the CUDA toolkit or NCCL is incomplete (headers or libraries are missing); "
+        "set CUDA_HOME to a complete toolkit",
+    ),
+    (
         r"CMAKE_CXX_COMPILER|CMake was unable to find a build program",
         "CMake found no working C++ compiler; on Debian run: apt-get install g++",
     ),

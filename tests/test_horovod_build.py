@@ -276,6 +276,7 @@ def test_full_disk_is_told_before_the_build(
         ("c++: fatal error: Killed signal terminated program cc1plus", "out of memory"),
         ("ERROR: No matching distribution found for horovod", "check the network"),
         ("Could NOT find MPI (missing: MPI_CXX_FOUND)", "cannot be compiled against"),
+        ("Could NOT find CUDAToolkit (missing: CUDA_CUDART)", "set CUDA_HOME"),
         ("No CMAKE_CXX_COMPILER could be found.", "no working C++ compiler"),
         ("something never seen before", "its last lines:\nsomething never seen"),
     ],
@@ -304,15 +305,18 @@ def test_gpu_without_cuda_names_the_toolkit(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(horovod_build, "_USUAL_CUDA_HOME", str(tmp_path))
-    with pytest.raises(BuildError, match=r"found no bin/nvcc in .*set CUDA_HOME"):
+    with pytest.raises(
+        BuildError, match=r"found no folder with bin/nvcc .*set CUDA_HOME"
+    ):
         horovod_build.find_gpu_toolkit(environment)
 
 
 def test_gpu_without_nccl_names_the_package(
     environment: PythonEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "nvcc").touch()
+    for name in ("bin/nvcc", "include/cuda_runtime.h"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     bare = replace(environment, site_packages=str(tmp_path))
     with pytest.raises(BuildError, match=r"--gpu needs NCCL.*nvidia-nccl-cu12"):
