@@ -10,7 +10,7 @@ VERSION := $(shell $(PYTHON) -c '$(PRINT_VERSION)')
 
 # The stamp's name changes with whatever the set-up depends on: the interpreter, the
 # pins, the package's description and the recipe of Horovod's build.
-INPUTS := requirements.txt setup.py kerasmgpu/horovod_build.py kerasmgpu/horovod_environment.py
+INPUTS := requirements.txt setup.py $(wildcard kerasmgpu/horovod_*.py)
 STAMP := $(VENV)/.kerasmgpu-$(VERSION)-$(shell cat $(INPUTS) | cksum | cut -d' ' -f1)
 
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check

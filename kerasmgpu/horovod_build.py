@@ -2,7 +2,7 @@
 
 Horovod 0.28.1 is its last release and predates the TensorFlow versions supported
 here. Its source distribution still compiles when three headers that TensorFlow has
-moved are stood in for (`_CPU_SHIMS`, `_GPU_SHIMS`) and CMake is told to accept old
+moved are stood in for (`_CPU_SHIMS`) and CMake is told to accept old
 projects.
 """
 
@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from kerasmgpu.errors import BuildError
@@ -25,22 +24,20 @@ from kerasmgpu.horovod_environment import (
     check_built_for_current_tensorflow,
     pinned_horovod_version,
 )
+from kerasmgpu.horovod_gpu import GPU_SHIMS, GpuToolkit
 from kerasmgpu.logged_command import run_logged
 
 __all__ = [
-    "GpuToolkit",
     "build_wheel",
     "cached_wheel",
     "check_built_for_current_tensorflow",
     "check_two_ranks",
-    "find_gpu_toolkit",
     "install_wheel",
     "uninstall_horovod",
 ]
 
 # Sources, object files and the wheel took under 300 MB (CPU build).
 _FREE_BYTES_NEEDED = 600 * 1024**2
-_USUAL_CUDA_HOME = "/usr/local/cuda"
 _CHECK_TIMEOUT_SECONDS = 180
 
 # horovod/tensorflow/xla_mpi_ops.cc includes these; TensorFlow 2.16 and later have
@@ -49,30 +46,6 @@ _CPU_SHIMS = {
     "tensorflow/compiler/tf2xla/xla_op_kernel.h": "",
     "tensorflow/compiler/xla/shape.h": "",
     "tensorflow/compiler/xla/client/xla_builder.h": "",
-}
-
-_GPU_SHIMS = {
-    "tensorflow/compiler/xla/client/xla_builder.h": """\
-#pragma once
-#include "absl/status/statusor.h"
-#include "xla/hlo/builder/xla_builder.h"
-namespace xla {
-template <typename T>
-using StatusOr = absl::StatusOr<T>;
-}
-""",
-    "tensorflow/compiler/xla/stream_executor/stream.h": """\
-#pragma once
-#include <cuda_runtime.h>
-#include "xla/stream_executor/stream.h"
-namespace stream_executor {
-namespace gpu {
-inline cudaStream_t AsGpuStreamValue(Stream* stream) {
-  return static_cast<cudaStream_t>(stream->platform_specific_handle().stream);
-}
-}  // namespace gpu
-}  // namespace stream_executor
-""",
 }
 
 # Horovod's HOROVOD_CMAKE hook takes one program. This one builds the TensorFlow
@@ -94,55 +67,6 @@ total = hvd.allreduce(tf.constant([hvd.rank() + 1.0]), op=hvd.Sum, name="check")
 print("kerasmgpu-check", hvd.size(), float(total[0]), flush=True)
 hvd.shutdown()
 """
-
-
-@dataclass(frozen=True)
-class GpuToolkit:
-    """What a GPU build needs: CUDA's folder, NCCL's headers and its library."""
-
-    cuda_home: Path
-    nccl_include: Path
-    nccl_library: Path
-
-    def options(self) -> str:
-        """Everything the build depends on, as one text."""
-        return f"NCCL {self.cuda_home} {self.nccl_library.stat().st_size}"
-
-
-def find_gpu_toolkit(environment: PythonEnvironment) -> GpuToolkit:
-    """Find CUDA (`CUDA_HOME`, `nvcc` on PATH, /usr/local/cuda) and PyPI's NCCL.
-
-    Args:
-        environment: The answer of `probe_python`.
-
-    Returns:
-        The folders and files found.
-
-    Raises:
-        BuildError: CUDA or NCCL is missing.
-    """
-    nvcc = shutil.which("nvcc")
-    candidates = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1]]
-    homes = [Path(home) for home in [*candidates, _USUAL_CUDA_HOME] if home]
-    # `nvcc` on PATH may be a wrapper that lies apart from the toolkit.
-    parts = ("bin/nvcc", "include/cuda_runtime.h")
-    cuda_home = next(
-        (home for home in homes if all((home / part).is_file() for part in parts)), None
-    )
-    if cuda_home is None:
-        raise BuildError(
-            f"--gpu needs the CUDA toolkit; found no folder with {' and '.join(parts)} "
-            f"among {', '.join(map(str, homes))}; install the toolkit (12.5 or later) "
-            "and set CUDA_HOME to its folder"
-        )
-    nccl = Path(environment.site_packages) / "nvidia" / "nccl"
-    library = nccl / "lib" / "libnccl.so.2"
-    if not library.is_file() or not (nccl / "include" / "nccl.h").is_file():
-        raise BuildError(
-            f"--gpu needs NCCL; found no {library}; run: {environment.executable} "
-            "-m pip install 'tensorflow[and-cuda]' (or nvidia-nccl-cu12)"
-        )
-    return GpuToolkit(cuda_home, nccl / "include", library)
 
 
 def cached_wheel(cache: Path, environment: PythonEnvironment, version: str) -> Path:
@@ -360,7 +284,7 @@ def _build_variables(
         mpi.bin_directory, tools / "bin", Path(environment.scripts)
     )
     shims = folder / "shims"
-    for name, content in (_GPU_SHIMS if toolkit else _CPU_SHIMS).items():
+    for name, content in (GPU_SHIMS if toolkit else _CPU_SHIMS).items():
         header = shims / name
         header.parent.mkdir(parents=True, exist_ok=True)
         header.write_text(content)
@@ -394,23 +318,9 @@ def _build_variables(
     if shutil.which("make") is None:
         variables["CMAKE_GENERATOR"] = "Ninja"
     if toolkit is not None:
-        # The linker looks for libnccl.so; the PyPI package has libnccl.so.2 only.
-        libraries = folder / "nccl"
-        libraries.mkdir()
-        (libraries / "libnccl.so").symlink_to(toolkit.nccl_library)
-        external = Path(environment.site_packages, "tensorflow/include/external")
-        includes += [
-            f"-I{external / 'highwayhash'}",
-            f"-I{external / 'farmhash_archive/src'}",
-        ]
+        includes += toolkit.include_options(environment)
         rpaths.append("$ORIGIN/../../nvidia/nccl/lib")
-        variables |= {
-            "HOROVOD_GPU_OPERATIONS": "NCCL",
-            "HOROVOD_CUDA_HOME": str(toolkit.cuda_home),
-            "HOROVOD_NCCL_INCLUDE": str(toolkit.nccl_include),
-            "HOROVOD_NCCL_LIB": str(libraries),
-            "HOROVOD_NCCL_LINK": "SHARED",
-        }
+        variables |= toolkit.variables(folder)
     variables["CXXFLAGS"] = " ".join([*includes, os.environ.get("CXXFLAGS", "")])
     variables["LDFLAGS"] = " ".join(
         [*(f"-Wl,-rpath,{rpath}" for rpath in rpaths), os.environ.get("LDFLAGS", "")]

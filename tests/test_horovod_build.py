@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kerasmgpu import horovod_build, horovod_environment
+from kerasmgpu import horovod_build, horovod_environment, horovod_gpu
 from kerasmgpu.errors import BuildError, HorovodNotFoundError
 from kerasmgpu.horovod_environment import Mpi, PythonEnvironment
 from kerasmgpu.logged_command import run_logged
@@ -304,11 +304,9 @@ def test_gpu_without_cuda_names_the_toolkit(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setattr(horovod_build, "_USUAL_CUDA_HOME", str(tmp_path))
-    with pytest.raises(
-        BuildError, match=r"found no folder with bin/nvcc .*set CUDA_HOME"
-    ):
-        horovod_build.find_gpu_toolkit(environment)
+    monkeypatch.setattr(horovod_gpu, "_USUAL_CUDA_HOME", str(tmp_path))
+    with pytest.raises(BuildError, match=r"found no folder with bin/nvcc .*CUDA_HOME"):
+        horovod_gpu.find_gpu_toolkit(environment)
 
 
 def test_gpu_without_nccl_names_the_package(
@@ -320,7 +318,7 @@ def test_gpu_without_nccl_names_the_package(
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     bare = replace(environment, site_packages=str(tmp_path))
     with pytest.raises(BuildError, match=r"--gpu needs NCCL.*nvidia-nccl-cu12"):
-        horovod_build.find_gpu_toolkit(bare)
+        horovod_gpu.find_gpu_toolkit(bare)
 
 
 @pytest.fixture

@@ -26,7 +26,10 @@ ALLOWED: dict[str, set[str]] = {
     "keras_compat": {"errors"},
     "horovod_environment": {"errors"},
     "logged_command": {"errors"},
-    "horovod_build": {"errors", "horovod_environment", "logged_command"},
+    "horovod_gpu": {"errors", "horovod_environment"},
+    "horovod_build": {
+        *("errors", "horovod_environment", "horovod_gpu", "logged_command"),
+    },
     "collectives": BASE | {"report", "horovod_environment", "horovod_build"},
     "control": CORE,
     # `control` knows the step that the others take part in.
@@ -44,7 +47,8 @@ ALLOWED: dict[str, set[str]] = {
     "diagnostics": BASE | {"launch", "horovod_environment"},
     "perf": BASE | {"launch", "public"},
     "perf.model": {"errors"},
-    "cli": BASE | {"launch", "diagnostics", "horovod_environment", "horovod_build"},
+    "cli": BASE
+    | {"launch", "diagnostics", "horovod_environment", "horovod_gpu", "horovod_build"},
     "__init__": {"strategy", "launch", "callbacks", "layers", "errors"},
     "__main__": {"cli"},
     "examples": {"public"},
@@ -56,7 +60,8 @@ FREE_INSIDE_FUNCTIONS = {"cli"}
 WITHOUT_TENSORFLOW = {
     *("__init__", "__main__", "errors", "topology", "roll_call", "report"),
     *("launch", "diagnostics"),
-    *("horovod_environment", "horovod_build", "logged_command", "perf.model"),
+    *("horovod_environment", "horovod_gpu", "horovod_build"),
+    *("logged_command", "perf.model"),
 }
 HEAVY = ("tensorflow", "keras", "horovod", "tf_keras")
 FORBIDDEN_EVERYWHERE = (

@@ -14,11 +14,9 @@ from pathlib import Path
 
 from kerasmgpu.errors import BuildError
 from kerasmgpu.horovod_build import (
-    GpuToolkit,
     build_wheel,
     cached_wheel,
     check_two_ranks,
-    find_gpu_toolkit,
     install_wheel,
     uninstall_horovod,
 )
@@ -30,6 +28,7 @@ from kerasmgpu.horovod_environment import (
     probe_python,
     require_tensorflow,
 )
+from kerasmgpu.horovod_gpu import GpuToolkit, find_gpu_toolkit
 
 HELP = "build Horovod for the installed TensorFlow and check it on 2 ranks"
 
