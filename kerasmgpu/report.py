@@ -164,6 +164,9 @@ def _tell_failure(
             "what": roll_call.state[1],
         }
     )
+    if issubclass(kind, KeyboardInterrupt):
+        print(f"kerasmgpu: {me} was interrupted", file=sys.stderr)
+        return
     if not secondary:
         roll_call.leave(f"failed with {kind.__name__}")
         _previous_hook(kind, error, trace)

@@ -59,6 +59,7 @@ def main(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from kerasmgpu.launch.output import Output
     from kerasmgpu.launch.plan import make_plan
+    from kerasmgpu.launch.preflight import check_hosts
     from kerasmgpu.launch.runner import Runner
 
     spec = _spec(args)
@@ -71,7 +72,12 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     output = Output(spec.output_dir)
     try:
-        return Runner(spec, plan, output).run().exit_code
+        if not spec.is_local and not spec.in_slurm:
+            check_hosts(spec)
+        outcome = Runner(spec, plan, output).run()
+        if outcome.message:
+            output.say(outcome.message)
+        return outcome.exit_code
     finally:
         output.close()
 

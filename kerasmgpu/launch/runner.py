@@ -56,11 +56,15 @@ class Outcome:
         exit_code: 0, the first failing rank's exit code, or 128 + its signal.
         ranks: all ranks, by number.
         first: the rank that failed first, or None.
+        message: the last words about it, or "".
+        stop_signal: the signal that ended the job, or None.
     """
 
     exit_code: int
     ranks: list[RankState]
     first: RankState | None = None
+    message: str = ""
+    stop_signal: int | None = None
 
 
 class Runner:
@@ -499,23 +503,23 @@ class Runner:
 
     def _conclude(self) -> Outcome:
         if self._problem is not None:
-            self._output.say(f"kerasmgpu: {self._problem}")
+            message = f"kerasmgpu: {self._problem}"
             if not any(rank.going for rank in self._ranks):
-                self._output.say("\n".join(self._starter_lines[-20:]) or "")
-            return Outcome(1, self._ranks)
+                message = "\n".join([*self._starter_lines[-20:], message])
+            return Outcome(1, self._ranks, message=message)
         if self._stop_signal is not None:
-            codes = [rank.shell_code for rank in self._ranks]
-            stopped = 128 + self._stop_signal
-            ended_well = codes and all(code == codes[0] for code in codes)
-            return Outcome(codes[0] if ended_well else stopped, self._ranks)
+            code = 128 + self._stop_signal
+            codes = {rank.exit_code for rank in self._ranks}
+            if len(codes) == 1 and None not in codes:
+                code = self._ranks[0].shell_code
+            return Outcome(code, self._ranks, stop_signal=self._stop_signal)
         first = failure.first_failure(self._ranks)
         if first is None:
-            self._warn_unused()
-            return Outcome(0, self._ranks)
-        self._output.say(failure.summary(first, self._ranks, self._started_at))
-        return Outcome(first.shell_code or 1, self._ranks, first)
+            return Outcome(0, self._ranks, message=self._unused_warning())
+        message = failure.summary(first, self._ranks, self._started_at)
+        return Outcome(first.shell_code or 1, self._ranks, first, message)
 
-    def _warn_unused(self) -> None:
+    def _unused_warning(self) -> str:
         program = Path(self._spec.command[0]).name
         if (
             len(self._ranks) > 1
@@ -523,12 +527,13 @@ class Runner:
             and program.startswith("python")
             and not any(rank.used for rank in self._ranks)
         ):
-            self._output.say(
+            return (
                 f"kerasmgpu: WARNING: {len(self._ranks)} ranks ran, but no model was "
                 "wrapped and no collective was called: each rank worked alone. "
                 "Call `model = strategy.wrap(model)` with a "
                 "kerasmgpu.HorovodStrategy()."
             )
+        return ""
 
 
 def own_addresses(interface: str | None = None) -> list[str]:
