@@ -1,0 +1,245 @@
+"""Checks of all hosts, side by side, before a job starts on them.
+
+Each host runs `kerasmgpu.launch.probe` over ssh: it tells what is there, listens on a
+port, and tries the ports of all others.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from kerasmgpu.errors import LaunchError
+from kerasmgpu.launch import command as commands
+from kerasmgpu.launch.spec import Host, JobSpec
+
+HOST_TIMEOUT_SECONDS = 10.0
+
+
+@dataclasses.dataclass
+class HostReport:
+    """What a host says about itself, or what is wrong with it."""
+
+    host: Host
+    problem: str | None = None
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    unreachable: list[str] = dataclasses.field(default_factory=list)
+
+
+def check_hosts(spec: JobSpec) -> None:
+    """Refuses to start a job on hosts that cannot run it.
+
+    Raises:
+        LaunchError: with every problem found, one a line, and how to mend each.
+    """
+    problems = problems_of(probe_hosts(spec))
+    if problems:
+        raise LaunchError("the hosts are not ready:\n  " + "\n  ".join(problems))
+
+
+def problems_of(reports: Sequence[HostReport]) -> list[str]:
+    """What is wrong, in words, over all hosts."""
+    problems = [report.problem for report in reports if report.problem is not None]
+    sound = [report for report in reports if report.problem is None]
+    for name in sound[0].facts["versions"] if sound else ():
+        found: dict[str, list[str]] = {}
+        for report in sound:
+            version = report.facts["versions"].get(name) or "not installed"
+            found.setdefault(version, []).append(report.host.name)
+        if len(found) > 1:
+            told = "; ".join(f"{v} on {', '.join(h)}" for v, h in found.items())
+            problems.append(
+                f"different versions of {name}: {told}. Install the same everywhere."
+            )
+    for report in sound:
+        if report.unreachable:
+            problems.append(
+                f"{report.host.name} cannot reach {', '.join(report.unreachable)}. "
+                "Open the firewalls between the hosts for TCP, or name a network "
+                "that joins them with --network-interface."
+            )
+    return problems
+
+
+def probe_hosts(spec: JobSpec) -> list[HostReport]:
+    """Probes all hosts at the same time."""
+    hosts = spec.hosts
+    barrier = threading.Barrier(len(hosts))
+    reports = [HostReport(host) for host in hosts]
+
+    def probe(report: HostReport) -> None:
+        try:
+            with _Probe(spec, report) as process:
+                barrier_wait(barrier)
+                process.try_others(reports)
+        except _HostProblemError as problem:
+            report.problem = str(problem)
+            barrier_wait(barrier)
+
+    with concurrent.futures.ThreadPoolExecutor(len(hosts)) as pool:
+        list(pool.map(probe, reports))
+    return reports
+
+
+def barrier_wait(barrier: threading.Barrier) -> None:
+    try:
+        barrier.wait(HOST_TIMEOUT_SECONDS + 2)
+    except threading.BrokenBarrierError:
+        raise _HostProblemError("another host did not answer") from None
+
+
+class _HostProblemError(Exception):
+    pass
+
+
+class _Probe:
+    """The probe's process on one host, over ssh."""
+
+    def __init__(self, spec: JobSpec, report: HostReport) -> None:
+        self._spec = spec
+        self._report = report
+        self._name = report.host.name
+        self._lines: list[str] = []
+        self._timed_out = False
+
+    def __enter__(self) -> _Probe:
+        if not self._report.host.is_local:
+            try:
+                socket.getaddrinfo(self._name, 22)
+            except OSError as error:
+                raise _HostProblemError(
+                    f"{self._name}: the name does not resolve ({error}). Check its "
+                    "spelling, or add it to DNS or /etc/hosts."
+                ) from None
+        try:
+            self._process = subprocess.Popen(
+                probe_command(self._spec, self._report.host),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        except OSError as error:
+            raise _HostProblemError(f"{self._name}: {error}.") from None
+        self._timer = threading.Timer(HOST_TIMEOUT_SECONDS, self._time_out)
+        self._timer.start()
+        try:
+            self._say({"interface": self._spec.network_interface})
+            self._report.facts = self._hear()
+            self._check_facts()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._process.kill()
+        self._process.communicate()
+
+    def try_others(self, reports: Sequence[HostReport]) -> None:
+        """Has the host try the ports of all the others."""
+        self._timer.cancel()
+        self._timer = threading.Timer(HOST_TIMEOUT_SECONDS, self._time_out)
+        self._timer.start()
+        others = [
+            {
+                "name": other.host.name,
+                "addresses": other.facts["addresses"],
+                "port": other.facts["port"],
+            }
+            for other in reports
+            if other is not self._report and other.facts and other.problem is None
+        ]
+        self._say({"others": others})
+        self._report.unreachable = list(self._hear()["unreachable"])
+
+    def _say(self, message: dict[str, Any]) -> None:
+        stdin = self._process.stdin
+        if stdin is not None:
+            try:
+                stdin.write(json.dumps(message) + "\n")
+                stdin.flush()
+            except OSError:
+                pass  # Its end is told by what it printed.
+
+    def _hear(self) -> dict[str, Any]:
+        stdout = self._process.stdout
+        for line in stdout if stdout is not None else ():
+            # A login script may greet: only our own line counts.
+            if line.startswith("kerasmgpu-probe "):
+                return json.loads(line.partition(" ")[2])
+        stderr = self._process.stderr
+        said = stderr.read().strip() if stderr is not None else ""
+        raise _HostProblemError(f"{self._name}: {self._explain(said)}")
+
+    def _explain(self, said: str) -> str:
+        ssh = shlex.join(ssh_command(self._spec, self._report.host))
+        if self._timed_out:
+            return f"no answer within {HOST_TIMEOUT_SECONDS:.0f} s. Try `{ssh} true`."
+        code = self._process.wait()
+        last = said.splitlines()[-1] if said else f"exit code {code}"
+        if "No module named" in said:
+            return (
+                f"{last}: install kerasmgpu there too, for {sys.executable} "
+                "(the same path as here)."
+            )
+        if code in (126, 127):
+            return (
+                f"there is no {sys.executable} ({last}). The hosts need the same "
+                "Python environment in the same folder."
+            )
+        if code == 255:
+            return (
+                f"ssh does not work without a prompt ({last}). Put your public key "
+                f"there (`ssh-copy-id {self._name}`), log in once by hand to accept "
+                f"its host key, and try `{ssh} true`."
+            )
+        return f"the probe failed: {last}"
+
+    def _check_facts(self) -> None:
+        facts = self._report.facts
+        interface = self._spec.network_interface
+        if interface and interface not in facts["interfaces"]:
+            raise _HostProblemError(
+                f"{self._name}: there is no network interface {interface!r}; it has "
+                f"{', '.join(facts['interfaces'])}."
+            )
+
+    def _time_out(self) -> None:
+        self._timed_out = True
+        self._process.kill()
+
+
+def ssh_command(spec: JobSpec, host: Host) -> list[str]:
+    """`ssh` to a host, never asking anything; host keys are checked as ever."""
+    return [
+        "ssh",
+        "-o",
+        "BatchMode=yes",
+        "-o",
+        f"ConnectTimeout={HOST_TIMEOUT_SECONDS:.0f}",
+        *commands.ssh_arguments(spec),
+        host.name,
+    ]
+
+
+def probe_command(spec: JobSpec, host: Host) -> list[str]:
+    """The argument list that runs the probe on a host."""
+    import os
+
+    program = [sys.executable, "-m", "kerasmgpu.launch.probe"]
+    if host.is_local:
+        return program
+    # ssh joins its arguments for the other side's shell: quote each.
+    path = os.environ.get("PYTHONPATH")
+    settings = ["env", f"PYTHONPATH={path}"] if path else []
+    return [*ssh_command(spec, host), *map(shlex.quote, [*settings, *program])]
