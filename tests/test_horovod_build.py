@@ -6,6 +6,7 @@ The build itself, with its 2-rank check, is what `make test` does before any tes
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -297,6 +298,35 @@ def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert f"cannot write to {cache}/kerasmgpu" in result.stderr
     assert "XDG_CACHE_HOME=DIR" in result.stderr
+
+
+def test_sigterm_ends_the_build_and_leaves_nothing(tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kerasmgpu", "install-horovod", "--no-cache"],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "TMPDIR": str(temporary),
+            "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        },
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "getting horovod" in line:
+            break
+    process.terminate()
+    assert process.wait(20) == 128 + signal.SIGTERM
+    assert list(temporary.iterdir()) == []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        assert str(temporary).encode() not in variables, folder
 
 
 def test_gpu_without_cuda_names_the_toolkit(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -65,6 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Install a Horovod that fits, unless it is there already."""
+    # So that `finally` blocks run, which end the compilers and remove the folder.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     environment = probe_python(args.python)
     tensorflow = require_tensorflow(environment)
     mpi = find_mpi(environment, args.mpi)
@@ -112,7 +115,7 @@ def _install(
     with tempfile.TemporaryDirectory(prefix="kerasmgpu-") as folder, _display(log) as p:
         if use_cache and kept.is_file():
             wheel = kept
-            p(f"using the wheel built before: {kept}", 1.0)
+            p(f"using the wheel built before: {kept}", None)
         else:
             wheel = build_wheel(environment, mpi, toolkit, Path(folder), log, p)
         p("installing", None)
