@@ -199,10 +199,10 @@ class Member:
         for address in offer.get("addresses", []):
             with contextlib.suppress(OSError):
                 sock = socket.create_connection((address, offer["port"]), timeout=5)
-                self._hub = _Peer(sock)
-                self._selector.register(self._hub, selectors.EVENT_READ, self._hub)
+                hub = self._hub = _Peer(sock)
+                self._selector.register(hub, selectors.EVENT_READ, hub)
                 rank = self._topology.rank
-                self._hub.send({"rank": rank, "token": offer["token"]})
+                hub.send({"rank": rank, "token": offer["token"]})
                 return
 
     def _serve(self, source: Any) -> None:

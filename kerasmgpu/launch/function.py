@@ -104,19 +104,13 @@ def run(
         _raise_first(outcome, results[outcome.first.rank])
     if outcome.exit_code:
         raise LaunchError(outcome.message or "The job failed.")
-    for rank, result in enumerate(results):
-        if result is None:
-            raise LaunchError(
-                f"Rank {rank} of {num_proc} ended without returning a result: "
-                "the function left the process (sys.exit, os._exit)."
-            )
     return [pickle.loads(result["value"]) for result in results if result is not None]
 
 
 def _check_arguments(fn: Any, num_proc: Any, hosts: Any, env: Any) -> None:
     if not callable(fn):
         raise InvalidTypeError(
-            f"Expected a function as `fn`. Received: {fn!r} of type {type(fn).__name__}."
+            f"Expected a function as `fn`. Received: {fn!r}, a {type(fn).__name__}."
         )
     if isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1:
         raise InvalidArgumentError(

@@ -12,6 +12,7 @@ from kerasmgpu.errors import InvalidArgumentError, LaunchError
 from kerasmgpu.launch import command as commands
 from kerasmgpu.launch import flavour as flavours
 from kerasmgpu.launch.spec import JobSpec
+from kerasmgpu.topology import horovod_mpi_family
 
 #: A job inside a job: the outer one's variables would confuse the inner one's MPI.
 _OUTER_JOB_PREFIXES = (
@@ -66,7 +67,7 @@ def make_plan(spec: JobSpec, environ: Mapping[str, str] = os.environ) -> Plan:
         argv = commands.srun_command(spec, mpi=_slurm_mpi(user))
         title = "srun"
         # The library that srun's ranks load is the one Horovod was built for.
-        family = "mpich" if flavours.horovod_mpi_family() == "MPICH" else "openmpi"
+        family = "mpich" if horovod_mpi_family() == "MPICH" else "openmpi"
         mpi = flavours.Flavour(family, "", "srun")
         defaults = commands.default_environment(mpi, user)
     elif spec.gloo:

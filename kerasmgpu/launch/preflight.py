@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import json
+import os
 import shlex
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 
 from kerasmgpu.errors import LaunchError
 from kerasmgpu.launch import command as commands
+from kerasmgpu.launch.probe import ANSWER_MARK
 from kerasmgpu.launch.spec import Host, JobSpec
 
 HOST_TIMEOUT_SECONDS = 10.0
@@ -71,85 +73,59 @@ def problems_of(reports: Sequence[HostReport]) -> list[str]:
 
 def probe_hosts(spec: JobSpec) -> list[HostReport]:
     """Probes all hosts at the same time."""
-    hosts = spec.hosts
-    barrier = threading.Barrier(len(hosts))
-    reports = [HostReport(host) for host in hosts]
-
-    def probe(report: HostReport) -> None:
+    probes = [_Probe(spec, HostReport(host)) for host in spec.hosts]
+    with concurrent.futures.ThreadPoolExecutor(len(probes)) as pool:
         try:
-            with _Probe(spec, report) as process:
-                barrier_wait(barrier)
-                process.try_others(reports)
-        except _HostProblemError as problem:
-            report.problem = str(problem)
-            barrier_wait(barrier)
-
-    with concurrent.futures.ThreadPoolExecutor(len(hosts)) as pool:
-        list(pool.map(probe, reports))
+            # All listen before any tries, and until all have tried.
+            list(pool.map(_Probe.start, probes))
+            reports = [probe.report for probe in probes]
+            list(pool.map(lambda probe: probe.try_others(reports), probes))
+        finally:
+            list(pool.map(_Probe.close, probes))
     return reports
-
-
-def barrier_wait(barrier: threading.Barrier) -> None:
-    try:
-        barrier.wait(HOST_TIMEOUT_SECONDS + 2)
-    except threading.BrokenBarrierError:
-        raise _HostProblemError("another host did not answer") from None
-
-
-class _HostProblemError(Exception):
-    pass
 
 
 class _Probe:
     """The probe's process on one host, over ssh."""
 
     def __init__(self, spec: JobSpec, report: HostReport) -> None:
+        self.report = report
         self._spec = spec
-        self._report = report
         self._name = report.host.name
-        self._lines: list[str] = []
         self._timed_out = False
+        self._process: subprocess.Popen[str] | None = None
 
-    def __enter__(self) -> _Probe:
-        if not self._report.host.is_local:
+    def start(self) -> None:
+        """Starts the probe, and has it tell what is there."""
+        if not self.report.host.is_local:
             try:
                 socket.getaddrinfo(self._name, 22)
             except OSError as error:
-                raise _HostProblemError(
+                self.report.problem = (
                     f"{self._name}: the name does not resolve ({error}). Check its "
                     "spelling, or add it to DNS or /etc/hosts."
-                ) from None
+                )
+                return
         try:
             self._process = subprocess.Popen(
-                probe_command(self._spec, self._report.host),
+                probe_command(self._spec, self.report.host),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             )
         except OSError as error:
-            raise _HostProblemError(f"{self._name}: {error}.") from None
-        self._timer = threading.Timer(HOST_TIMEOUT_SECONDS, self._time_out)
-        self._timer.start()
-        try:
-            self._say({"interface": self._spec.network_interface})
-            self._report.facts = self._hear()
+            self.report.problem = f"{self._name}: {error}."
+            return
+        answer = self._ask({"interface": self._spec.network_interface})
+        if answer is not None:
+            self.report.facts = answer
             self._check_facts()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-        self._process.kill()
-        self._process.communicate()
 
     def try_others(self, reports: Sequence[HostReport]) -> None:
         """Has the host try the ports of all the others."""
-        self._timer.cancel()
-        self._timer = threading.Timer(HOST_TIMEOUT_SECONDS, self._time_out)
-        self._timer.start()
+        if self.report.problem is not None:
+            return
         others = [
             {
                 "name": other.host.name,
@@ -157,35 +133,43 @@ class _Probe:
                 "port": other.facts["port"],
             }
             for other in reports
-            if other is not self._report and other.facts and other.problem is None
+            if other is not self.report and other.problem is None
         ]
-        self._say({"others": others})
-        self._report.unreachable = list(self._hear()["unreachable"])
+        answer = self._ask({"others": others})
+        if answer is not None:
+            self.report.unreachable = list(answer["unreachable"])
 
-    def _say(self, message: dict[str, Any]) -> None:
-        stdin = self._process.stdin
-        if stdin is not None:
-            try:
-                stdin.write(json.dumps(message) + "\n")
-                stdin.flush()
-            except OSError:
-                pass  # Its end is told by what it printed.
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
 
-    def _hear(self) -> dict[str, Any]:
-        stdout = self._process.stdout
-        for line in stdout if stdout is not None else ():
-            # A login script may greet: only our own line counts.
-            if line.startswith("kerasmgpu-probe "):
-                return json.loads(line.partition(" ")[2])
-        stderr = self._process.stderr
-        said = stderr.read().strip() if stderr is not None else ""
-        raise _HostProblemError(f"{self._name}: {self._explain(said)}")
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any] | None:
+        """The probe's answer; None, and a problem noted, where there is none."""
+        process = self._process
+        if process is None or process.stdin is None or process.stdout is None:
+            return None
+        timer = threading.Timer(HOST_TIMEOUT_SECONDS, self._time_out)
+        timer.start()
+        try:
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                # A login script may greet: only our own line counts.
+                if line.startswith(ANSWER_MARK):
+                    return dict(json.loads(line[len(ANSWER_MARK) :]))
+        except OSError:
+            pass  # It has ended; what it said last tells why.
+        finally:
+            timer.cancel()
+        said = process.stderr.read().strip() if process.stderr is not None else ""
+        self.report.problem = f"{self._name}: {self._explain(process.wait(), said)}"
+        return None
 
-    def _explain(self, said: str) -> str:
-        ssh = shlex.join(ssh_command(self._spec, self._report.host))
+    def _explain(self, code: int, said: str) -> str:
+        ssh = shlex.join(ssh_command(self._spec, self.report.host))
         if self._timed_out:
             return f"no answer within {HOST_TIMEOUT_SECONDS:.0f} s. Try `{ssh} true`."
-        code = self._process.wait()
         last = said.splitlines()[-1] if said else f"exit code {code}"
         if "No module named" in said:
             return (
@@ -206,17 +190,18 @@ class _Probe:
         return f"the probe failed: {last}"
 
     def _check_facts(self) -> None:
-        facts = self._report.facts
+        facts = self.report.facts
         interface = self._spec.network_interface
         if interface and interface not in facts["interfaces"]:
-            raise _HostProblemError(
+            self.report.problem = (
                 f"{self._name}: there is no network interface {interface!r}; it has "
                 f"{', '.join(facts['interfaces'])}."
             )
 
     def _time_out(self) -> None:
         self._timed_out = True
-        self._process.kill()
+        if self._process is not None:
+            self._process.kill()
 
 
 def ssh_command(spec: JobSpec, host: Host) -> list[str]:
@@ -234,8 +219,6 @@ def ssh_command(spec: JobSpec, host: Host) -> list[str]:
 
 def probe_command(spec: JobSpec, host: Host) -> list[str]:
     """The argument list that runs the probe on a host."""
-    import os
-
     program = [sys.executable, "-m", "kerasmgpu.launch.probe"]
     if host.is_local:
         return program

@@ -15,6 +15,7 @@ from typing import Any
 from kerasmgpu.launch.agent import versions
 from kerasmgpu.launch.runner import own_addresses
 
+ANSWER_MARK = "kerasmgpu-probe "
 CONNECT_SECONDS = 3.0
 
 
@@ -69,7 +70,7 @@ def _reaches(other: dict[str, Any]) -> bool:
 
 
 def _say(message: dict[str, Any]) -> None:
-    print("kerasmgpu-probe", json.dumps(message), flush=True)
+    print(ANSWER_MARK + json.dumps(message), flush=True)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,9 @@ class RankState:
             return self.left_with or 1
         if self.exit_code is None:
             return 1
-        return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
+        if self.exit_code < 0:
+            return 128 - self.exit_code
+        return self.exit_code or int(self.why is not None)
 
     def take_report(self, report: dict[str, Any]) -> None:
         kind = report.get("kind")

@@ -276,6 +276,8 @@ class Runner:
                 self._note_failure()
         elif kind == "exit":
             rank.take_exit(message)
+            if self._payload is not None and not rank.exit_code and not rank.result:
+                rank.why = "it ended without returning a result (sys.exit, os._exit?)"
             if rank.failed:
                 self._note_failure()
 
