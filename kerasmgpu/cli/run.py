@@ -10,14 +10,13 @@ import socket
 import sys
 
 from kerasmgpu.errors import InvalidArgumentError, KerasMGPUError, LaunchError
+from kerasmgpu.launch.spec import LAUNCHERS, JobSpec
 
 HELP = "run a program on several ranks, here or on several hosts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `kerasmgpu run`."""
-    from kerasmgpu.launch.spec import LAUNCHERS
-
     add = parser.add_argument
     add("-np", dest="num_ranks", type=int, metavar="N", help="ranks to start")
     where = parser.add_mutually_exclusive_group()
@@ -82,7 +81,7 @@ def _run(args: argparse.Namespace) -> int:
         output.close()
 
 
-def _spec(args: argparse.Namespace):  # type: ignore[no-untyped-def]
+def _spec(args: argparse.Namespace) -> JobSpec:
     from kerasmgpu.launch import spec as specs
 
     environ = os.environ

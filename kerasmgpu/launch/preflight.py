@@ -50,7 +50,20 @@ def check_hosts(spec: JobSpec) -> None:
 def problems_of(reports: Sequence[HostReport]) -> list[str]:
     """What is wrong, in words, over all hosts."""
     problems = [report.problem for report in reports if report.problem is not None]
+    problems += [
+        f"{report.host.name} cannot reach {', '.join(report.unreachable)}. "
+        "Open the firewalls between the hosts for TCP, or name a network "
+        "that joins them with --network-interface."
+        for report in reports
+        if report.unreachable
+    ]
+    return problems + version_problems(reports)
+
+
+def version_problems(reports: Sequence[HostReport]) -> list[str]:
+    """Which versions differ between the hosts."""
     sound = [report for report in reports if report.problem is None]
+    problems = []
     for name in sound[0].facts["versions"] if sound else ():
         found: dict[str, list[str]] = {}
         for report in sound:
@@ -60,13 +73,6 @@ def problems_of(reports: Sequence[HostReport]) -> list[str]:
             told = "; ".join(f"{v} on {', '.join(h)}" for v, h in found.items())
             problems.append(
                 f"different versions of {name}: {told}. Install the same everywhere."
-            )
-    for report in sound:
-        if report.unreachable:
-            problems.append(
-                f"{report.host.name} cannot reach {', '.join(report.unreachable)}. "
-                "Open the firewalls between the hosts for TCP, or name a network "
-                "that joins them with --network-interface."
             )
     return problems
 

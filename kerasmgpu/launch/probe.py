@@ -12,8 +12,8 @@ import socket
 import sys
 from typing import Any
 
+from kerasmgpu.launch.addresses import own_addresses
 from kerasmgpu.launch.agent import versions
-from kerasmgpu.launch.runner import own_addresses
 
 ANSWER_MARK = "kerasmgpu-probe "
 CONNECT_SECONDS = 3.0

@@ -27,6 +27,7 @@ from typing import Any
 
 from kerasmgpu.errors import LaunchError
 from kerasmgpu.launch import failure
+from kerasmgpu.launch.addresses import own_addresses
 from kerasmgpu.launch.output import Output
 from kerasmgpu.launch.plan import Plan
 from kerasmgpu.launch.rank import RankState
@@ -536,21 +537,6 @@ class Runner:
                 "kerasmgpu.HorovodStrategy()."
             )
         return ""
-
-
-def own_addresses(interface: str | None = None) -> list[str]:
-    """This machine's IPv4 addresses that other hosts may reach, loopback last."""
-    import psutil
-
-    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    addresses = [
-        address.address
-        for name, listed in psutil.net_if_addrs().items()
-        if name in up and (interface is None or name == interface)
-        for address in listed
-        if address.family == socket.AF_INET
-    ]
-    return sorted(addresses, key=lambda address: address.startswith("127."))
 
 
 def _numbers(ranks: list[int]) -> str:
