@@ -37,6 +37,11 @@ def _guarded(name: str) -> Any:
 class RankCallbackList(keras.callbacks.CallbackList):
     """A `CallbackList` of a wrapped model.
 
+    Callbacks of this package may have hooks of their own, called on every rank:
+    `on_fit_begin(session)` before the data pipeline is made, `before_train_begin()`
+    before any callback's `on_train_begin`. One with `runs_last = True` is moved to the
+    end: it sees what the others have made of a batch or an epoch.
+
     Args:
         callbacks: the user's.
         session: the model's `Session`.
@@ -45,29 +50,54 @@ class RankCallbackList(keras.callbacks.CallbackList):
 
     def __init__(self, callbacks: Any, session: Any, **kwargs: Any) -> None:
         self._session = session
-        mine = [c for c in _flat(callbacks) if runs_here(c)]
+        mine = [c for c in flat(callbacks) if runs_here(c)]
         super().__init__(mine, **kwargs)
+        self.callbacks.sort(key=lambda c: getattr(c, "runs_last", False))
 
     on_train_end = _guarded("on_train_end")
     on_epoch_begin = _guarded("on_epoch_begin")
-    on_train_batch_begin = _guarded("on_train_batch_begin")
-    on_train_batch_end = _guarded("on_train_batch_end")
     on_test_begin = _guarded("on_test_begin")
     on_test_end = _guarded("on_test_end")
     on_test_batch_begin = _guarded("on_test_batch_begin")
     on_test_batch_end = _guarded("on_test_batch_end")
 
     def on_train_begin(self, logs: Any = None) -> None:
-        with self._session.callbacks_running():
+        session = self._session
+        with session.callbacks_running():
+            for callback in self.callbacks:
+                if hasattr(callback, "before_train_begin"):
+                    callback.before_train_begin()
             super().on_train_begin(logs)
-        model = self._session.model
-        model._initial_epoch = broadcast_object(model._initial_epoch)
+        model = session.model
+        if session.spans_ranks:
+            model._initial_epoch = broadcast_object(model._initial_epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        resume = self._session.resume
+        if resume is not None:
+            if resume.is_skipping(batch):
+                return
+            resume.finish()
+        with self._session.callbacks_running():
+            super().on_train_batch_begin(batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        resume = self._session.resume
+        if resume is not None and resume.is_skipping(batch):
+            return
+        with self._session.callbacks_running():
+            super().on_train_batch_end(batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._session.complete_rank_zero()
-        with self._session.callbacks_running():
+        session = self._session
+        if session.resume is not None:
+            session.resume.finish()
+        if session.spans_ranks:
+            session.complete_rank_zero()
+        with session.callbacks_running():
             super().on_epoch_end(epoch, logs)
-        self._session.agree_to_stop()
+        if session.spans_ranks:
+            session.agree_to_stop()
 
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
         outputs = (logs or {}).get("outputs")
@@ -78,16 +108,17 @@ class RankCallbackList(keras.callbacks.CallbackList):
 
 def runs_here(callback: Any) -> bool:
     """Whether a callback runs on this rank."""
-    if topology().is_rank_zero:
+    if topology().is_rank_zero or getattr(callback, "runs_on_all_ranks", False):
         return True
     return not isinstance(callback, FILE_CALLBACKS)
 
 
-def _flat(callbacks: Any) -> list[Any]:
+def flat(callbacks: Any) -> list[Any]:
+    """The callbacks in what `fit` takes: one, a nest, a `CallbackList`."""
     if callbacks is None:
         return []
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return list(callbacks.callbacks)
     if isinstance(callbacks, (list, tuple)):
-        return [c for entry in callbacks for c in _flat(entry)]
+        return [c for entry in callbacks for c in flat(entry)]
     return [callbacks]

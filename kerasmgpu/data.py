@@ -25,9 +25,9 @@ import tensorflow as tf
 from kerasmgpu.collectives import all_gather_object, topology
 from kerasmgpu.control import META_SIZE, PRINT_LIMIT
 from kerasmgpu.errors import InvalidArgumentError, InvalidTypeError
+from kerasmgpu.fit_data import FitData
 from kerasmgpu.keras_compat import (
     ArrayDataAdapter,
-    DataAdapter,
     PyDatasetAdapter,
     TFDatasetAdapter,
     adapter_arrays,
@@ -50,7 +50,7 @@ def bounds(rows: Any, rank: int, size: int) -> tuple[Any, Any]:
     return rows * rank // size, rows * (rank + 1) // size
 
 
-class ShardedAdapter(DataAdapter):
+class ShardedAdapter(FitData):
     """What a rank feeds to `fit`, `evaluate` or `predict`.
 
     Must be created on every rank.
@@ -82,7 +82,7 @@ class ShardedAdapter(DataAdapter):
             batch_size = _own_batch_size(batch_size)
         self.sharding = sharding
         self.with_row_ids = with_row_ids
-        self.source = get_data_adapter(
+        source = get_data_adapter(
             x=x,
             y=y,
             sample_weight=sample_weight,
@@ -91,44 +91,14 @@ class ShardedAdapter(DataAdapter):
             shuffle=shuffle,
             class_weight=class_weight,
         )
-        self._own_batches = self.source.num_batches
-        self._num_batches = self._own_batches
+        super().__init__(source)
+        self._own_batches = source.num_batches
         self._endless = _is_endless(self.source)
         if sharding == "none" and not with_row_ids:
             lengths = all_gather_object((self._own_batches, self._endless))
             known = [number for number, _ in lengths]
             self._num_batches = None if None in known else max(known)
             self._endless = all(endless for _, endless in lengths)
-        self._dataset: tf.data.Dataset | None = None
-
-    # What Keras's epoch iterator asks for.
-
-    def get_tf_dataset(self) -> tf.data.Dataset:
-        if self._dataset is None:
-            self._dataset = self._build()
-        return self._dataset
-
-    @property
-    def num_batches(self) -> int | None:
-        return self._num_batches
-
-    @property
-    def batch_size(self) -> int | None:
-        return self.source.batch_size
-
-    @property
-    def has_partial_batch(self) -> bool | None:
-        return None
-
-    @property
-    def partial_batch_size(self) -> int | None:
-        return None
-
-    def on_epoch_begin(self) -> None:
-        self.source.on_epoch_begin()
-
-    def on_epoch_end(self) -> None:
-        self.source.on_epoch_end()
 
     # The pipeline.
 

@@ -65,6 +65,20 @@ def index_batches(adapter: ArrayDataAdapter) -> Any:
     return indices.get_tf_dataset().map(lambda *batch: tree.flatten(batch)[0])
 
 
+def build_from_spec(model: Any, spec: Any) -> None:
+    """Creates a compiled model's variables, metrics' and optimizer's too, untrained.
+
+    Args:
+        model: a model.
+        spec: shapes and types of a batch, as of `dataset.element_spec`.
+    """
+    model._symbolic_build(
+        data_batch=tree.map_structure(
+            lambda leaf: leaf if hasattr(leaf, "dtype") else None, spec
+        )
+    )
+
+
 def compiled_metrics(model: Any) -> Any:
     """What the user passed as `compile(metrics=..., weighted_metrics=...)`."""
     compiled = model._compile_metrics

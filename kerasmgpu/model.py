@@ -20,14 +20,20 @@ import numpy as np
 import tensorflow as tf
 
 from kerasmgpu import metrics, report, state
-from kerasmgpu.callback_list import RankCallbackList
+from kerasmgpu.callback_list import RankCallbackList, flat
 from kerasmgpu.collectives import all_gather_object, reduce_tensor, topology
 from kerasmgpu.data import DATA, ROW_IDS, ShardedAdapter, spare_data
 from kerasmgpu.errors import InvalidArgumentError, InvalidTypeError, RankMismatchError
 from kerasmgpu.files import write_on_rank_zero
-from kerasmgpu.keras_compat import adopt_registered_name, split_for_validation
+from kerasmgpu.fit_data import FitData
+from kerasmgpu.keras_compat import (
+    adopt_registered_name,
+    get_data_adapter,
+    split_for_validation,
+)
 from kerasmgpu.optimizer import plain_class, unwrap_optimizer, wrap_optimizer
 from kerasmgpu.predictions import gather_rows
+from kerasmgpu.resume import Resume
 from kerasmgpu.step import StepFunction
 
 _STOP_FLAGS = ("stop_training", "stop_evaluating")
@@ -59,6 +65,14 @@ class Session:
         self.jit_warned = False
         self.fitting = False
         self.accumulated_apart = False
+        # Of the `fit` under way, for callbacks.
+        self.data: Any = None
+        self.global_batch_size: int | None = None
+        self.steps_per_epoch: int | None = None
+        self.length_unknown = False
+        self.has_validation = False
+        self.first_epoch = 0
+        self.resume: Resume | None = None
         self._in_callbacks = 0
         self._loop_thread: threading.Thread | None = None
 
@@ -92,6 +106,9 @@ class Session:
             yield
         finally:
             self.fitting = False
+            if self.resume is not None:
+                self.resume.close()
+            self.data = self.resume = None
 
     @property
     def in_loop(self) -> bool:
@@ -147,10 +164,30 @@ class Session:
         self.send_state()
         state.gather_accumulators(optimizers, add_up=self.accumulated_apart)
         self.accumulated_apart = True
+        if self.resume is not None:
+            self.resume.restore_random()
 
     def prepare_testing(self) -> None:
         if not self.fitting:  # the ranks of a fit hold the same already
             self.send_state()
+
+    def describe_data(self, data: FitData, steps_per_epoch: int | None) -> None:
+        """Notes what callbacks ask of the data. Must be called on every rank."""
+        self.data = data
+        self.steps_per_epoch = steps_per_epoch
+        self.length_unknown = data.num_batches is None
+        rows: list[int | None] = [data.rows_per_batch()]
+        if self.spans_ranks and self.sharding == "none":
+            rows = all_gather_object(rows[0])
+        known = [number for number in rows if number is not None]
+        self.global_batch_size = sum(known) if len(known) == len(rows) else None
+
+    def global_logs(self, logs: Any) -> dict[str, Any]:
+        """A batch's logs over all ranks. Must be called on every rank."""
+        model = self.model
+        result = dict(model._get_metrics_result_or_logs(dict(logs or {})))
+        model._put_metrics_back()
+        return result
 
     def complete_rank_zero(self) -> None:
         """Before callbacks may save at the end of an epoch: rank 0 has all there is."""
@@ -259,37 +296,38 @@ class RankedModel:
         validation_freq: Any = 1,
     ) -> Any:
         given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
-        session = _spanning(self)
-        if session is None:
+        session = session_of(self)
+        if session is None or session.local_depth > 0:
             return super().fit(**given)  # type: ignore[misc]
         self._assert_compile_called("fit")
-        session.meet(
-            "fit",
-            batch_size=batch_size,
-            epochs=epochs,
-            initial_epoch=initial_epoch,
-            steps_per_epoch=steps_per_epoch,
-            validation_steps=validation_steps,
-            validation=bool(validation_split) or validation_data is not None,
-            validation_freq=validation_freq,
-            sharding=session.sharding,
-            steps_per_execution=self.steps_per_execution,
-        )
+        spans_ranks = session.spans_ranks
+        session.has_validation = bool(validation_split) or validation_data is not None
+        if spans_ranks:
+            session.meet(
+                "fit",
+                batch_size=batch_size,
+                epochs=epochs,
+                initial_epoch=initial_epoch,
+                steps_per_epoch=steps_per_epoch,
+                validation_steps=validation_steps,
+                validation=session.has_validation,
+                validation_freq=validation_freq,
+                sharding=session.sharding,
+                steps_per_execution=self.steps_per_execution,
+            )
+        session.first_epoch = initial_epoch
+        for callback in flat(callbacks):
+            if hasattr(callback, "on_fit_begin"):
+                callback.on_fit_begin(session)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_for_validation(
                 (x, y, sample_weight), validation_split
             )
-        data = ShardedAdapter(
-            x,
-            y,
-            sample_weight,
-            batch_size=batch_size,
-            steps=steps_per_epoch,
-            shuffle=shuffle,
-            class_weight=class_weight,
-            sharding=session.sharding,
+        data = self._fit_data(
+            x, y, sample_weight, batch_size, steps_per_epoch, shuffle, class_weight
         )
-        if validation_data is not None:
+        session.describe_data(data, steps_per_epoch)
+        if validation_data is not None and spans_ranks:
             xv, yv, wv = keras.utils.unpack_x_y_sample_weight(validation_data)
             validation_data = ShardedAdapter(
                 xv,
@@ -326,8 +364,32 @@ class RankedModel:
                 initial_epoch=initial_epoch,
                 steps_per_epoch=steps_per_epoch,
                 validation_steps=validation_steps,
+                validation_batch_size=validation_batch_size or batch_size,
                 validation_freq=validation_freq,
             )
+
+    def _fit_data(
+        self,
+        x: Any,
+        y: Any,
+        sample_weight: Any,
+        batch_size: int | None,
+        steps: int | None,
+        shuffle: Any,
+        class_weight: Any,
+    ) -> FitData:
+        arguments = {
+            "x": x,
+            "y": y,
+            "sample_weight": sample_weight,
+            "batch_size": batch_size,
+            "shuffle": shuffle,
+            "class_weight": class_weight,
+        }
+        session = _spanning(self)
+        if session is None:
+            return FitData(get_data_adapter(**arguments, steps_per_epoch=steps))
+        return ShardedAdapter(**arguments, steps=steps, sharding=session.sharding)
 
     def evaluate(
         self,

@@ -43,14 +43,19 @@ def share_random_seeds() -> None:
     """
     if topology().size == 1:
         return
-    seed = tf.compat.v1.random.get_seed(0)[0]
-    seeds = all_gather_object(None if seed == _NO_SEED else seed)
+    seeds = all_gather_object(global_seed())
     if seeds[0] is None:
         seeds[0] = int(broadcast_object(random.getrandbits(31)))
         tf.random.set_seed(seeds[0])
     elif any(other != seeds[0] for other in seeds):
         tf.random.set_seed(seeds[0])
     share_host_random_state()
+
+
+def global_seed() -> int | None:
+    """What `tf.random.set_seed` was given; None where it was not called."""
+    seed = tf.compat.v1.random.get_seed(0)[0]
+    return None if seed in (None, _NO_SEED) else int(seed)
 
 
 def share_host_random_state() -> None:
@@ -97,16 +102,7 @@ def check_same_structure(model: Any, optimizers: Iterable[Any]) -> None:
     Raises:
         RankMismatchError: names the first variable that differs, and both shapes.
     """
-    mine = [("model", type(model).__name__, None, None, None)]
-    for layer_variable in model.variables:
-        mine.append(_description("weight", layer_variable))
-    for position, optimizer in enumerate(optimizers):
-        mine.append(
-            (f"optimizer {position}", type(optimizer).__name__, None, None, None)
-        )
-        for variable in optimizer.variables:
-            mine.append(_description(f"optimizer {position} variable", variable))
-    everyone = all_gather_object(mine)
+    everyone = all_gather_object(structure(model, optimizers))
     size = topology().size
     for rank, theirs in enumerate(everyone):
         for position in range(max(len(theirs), len(everyone[0]))):
@@ -115,13 +111,30 @@ def check_same_structure(model: Any, optimizers: Iterable[Any]) -> None:
             if first != other:
                 raise RankMismatchError(
                     f"Rank {topology().rank} of {size}: the models of the ranks differ. "
-                    f"First difference: rank 0 has {_words(first)}; rank {rank} has "
-                    f"{_words(other)}. Expected the same model on every rank: build it "
+                    f"First difference: rank 0 has {words(first)}; rank {rank} has "
+                    f"{words(other)}. Expected the same model on every rank: build it "
                     "from the same code and arguments, without looking at the rank."
                 )
 
 
-def _without_name(description: tuple[Any, ...] | None) -> Any:
+def structure(
+    model: Any, optimizers: Iterable[Any], with_metrics: bool = True
+) -> list[tuple[Any, ...]]:
+    """What a model and its optimizers are made of."""
+    metrics = {id(v) for v in model.metrics_variables}
+    parts: list[tuple[Any, ...]] = [("model", type(model).__name__, None, None, None)]
+    for variable in model.variables:
+        if with_metrics or id(variable) not in metrics:
+            parts.append(_description("weight", variable))
+    for position, optimizer in enumerate(optimizers):
+        name = type(optimizer).__name__
+        parts.append((f"optimizer {position}", name, None, None, None))
+        for variable in optimizer.variables:
+            parts.append(_description(f"optimizer {position} variable", variable))
+    return parts
+
+
+def without_name(description: tuple[Any, ...] | None) -> Any:
     # Keras numbers the names of variables by creation, which may differ by rank.
     if description is None or description[2] is None:
         return description
@@ -138,7 +151,7 @@ def _description(kind: str, variable: Any) -> tuple[Any, ...]:
     )
 
 
-def _words(description: tuple[Any, ...] | None) -> str:
+def words(description: tuple[Any, ...] | None) -> str:
     if description is None:
         return "nothing there"
     kind, name, shape, dtype, trainable = description

@@ -107,8 +107,7 @@ class StepFunction:
             function, first = self._many_steps, iterator
         if not self._prepared:
             self._build(function, first, flags)
-            self.prepare()
-            self._prepared = True
+            self._prepare_once()
         with waiting_for_ranks(f"step {self.steps_taken + 1} of {self._kind}"):
             logs, sums, meta, trials = function(first, *flags)
             sums, meta = np.asarray(sums), np.asarray(meta)
@@ -120,6 +119,27 @@ class StepFunction:
         self._ended = None if agreed.more else iterator
         self.finished(self)
         return logs
+
+    def _prepare_once(self) -> None:
+        self.prepare()
+        self._prepared = True
+
+    @property
+    def data_ended(self) -> bool:
+        """Whether the data of the epoch ended with the last step."""
+        return self._ended is not None
+
+    def make_ready(self, iterator: Any) -> None:
+        """Prepares, without a step, a model whose variables exist."""
+        if not self._prepared:
+            if not self.model.run_eagerly:
+                flags = (tf.constant(0.0, tf.float64), tf.constant(True))
+                self._build(self._many_steps, iterator, flags)
+            self._prepare_once()
+
+    def end_of(self, iterator: Any) -> None:
+        """Notes that an iterator has no more batches."""
+        self._ended = iterator
 
     def _build(self, function: Any, first: Any, flags: Any) -> None:
         """Creates all variables, in the order in which plain Keras would."""
