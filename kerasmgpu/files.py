@@ -1,65 +1,181 @@
 """Files are rank 0's business, whole or not at all, and without a trace of kerasmgpu.
 
 A wrapped model's `save`, `save_weights` and `export` write on rank 0 only, with no
-collective, first under a temporary name in the same folder.
+collective, first under a temporary name in the same folder. What is saved is a copy of
+the model object that has its own class again and shares the layers; with a snapshot of
+the values it can be saved on a thread while training goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from kerasmgpu.collectives import topology
+import keras
+import tensorflow as tf
+
+from kerasmgpu.collectives import broadcast_object, topology
+from kerasmgpu.errors import KerasMGPUError
+from kerasmgpu.keras_compat import prepare_thread_for_saving
 from kerasmgpu.optimizer import plain_class
 from kerasmgpu.state import optimizers_of
 
 
-@contextlib.contextmanager
-def plain_classes(model: Any) -> Iterator[None]:
-    """While it lasts, the model and its optimizers have their own classes again."""
-    wrapped = [model]
+class SaveError(KerasMGPUError, OSError):
+    """A file could not be written. What was there before is still there."""
+
+
+# A model as Keras knows it -----------------------------------------------------------
+
+
+def plain_copy(model: Any) -> Any:
+    """The model as it was before `wrap`, with the same layers and variables.
+
+    The wrapped model is not touched, so it may be training meanwhile.
+    """
+    if "_kerasmgpu" not in model.__dict__:
+        return model
+    plain: dict[int, Any] = {}
     for optimizer in optimizers_of(model):
-        inner = getattr(optimizer, "inner_optimizer", None)
-        wrapped.extend(o for o in (optimizer, inner) if o is not None)
-    wrapped = [obj for obj in wrapped if "_kerasmgpu" in obj.__dict__]
-    classes = [type(obj) for obj in wrapped]
-    for obj in wrapped:
-        obj.__class__ = plain_class(obj)
-    try:
-        yield
-    finally:
-        for obj, cls in zip(wrapped, classes, strict=True):
-            obj.__class__ = cls
+        if "_kerasmgpu" in optimizer.__dict__:
+            plain[id(optimizer)] = _plain_optimizer(optimizer)
+
+    def put(value: Any) -> Any:
+        if id(value) in plain:
+            return plain[id(value)]
+        if isinstance(value, (list, tuple)) and any(id(v) in plain for v in value):
+            return [put(v) for v in value]
+        if isinstance(value, dict) and any(id(v) in plain for v in value.values()):
+            return {key: put(v) for key, v in value.items()}
+        return value
+
+    result = _with_class(model, plain_class(model))
+    for name, value in list(result.__dict__.items()):
+        result.__dict__[name] = put(value)
+    compiled = result.__dict__.get("_compile_config")
+    if compiled is not None:  # what `compile` was given
+        compiled = copy.copy(compiled)
+        compiled.config = {key: put(v) for key, v in compiled.config.items()}
+        result.__dict__["_compile_config"] = compiled
+    return result
+
+
+def _plain_optimizer(optimizer: Any) -> Any:
+    result = _with_class(optimizer, plain_class(optimizer))
+    inner = result.__dict__.get("inner_optimizer")
+    if inner is not None and "_kerasmgpu" in inner.__dict__:
+        result.__dict__["inner_optimizer"] = _plain_optimizer(inner)
+    return result
+
+
+def _with_class(obj: Any, cls: type) -> Any:
+    result = object.__new__(cls)
+    result.__dict__.update(obj.__dict__)
+    # The class itself, and what callbacks have put on the object.
+    for name in [n for n in result.__dict__ if n.startswith("_kerasmgpu")]:
+        del result.__dict__[name]
+    for name in ("apply", "_get_current_learning_rate"):
+        result.__dict__.pop(name, None)
+    return result
+
+
+class Snapshot:
+    """The values of a model and its optimizers at one moment.
+
+    Args:
+        model: a model, as a rule wrapped; it may go on training.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = plain_copy(model)
+        owners = (model, *optimizers_of(model))
+        variables = {id(v): v for owner in owners for v in owner.variables}
+        self._values = [(v, tf.identity(v.value)) for v in variables.values()]
+
+    def save(self, filepath: Any, weights_only: bool = False) -> None:
+        """Writes the values of that moment; may be called on another thread."""
+        prepare_thread_for_saving()  # Keras keeps this, and the scope, by thread
+        with keras.StatelessScope(self._values), replaced(filepath) as temporary:
+            if weights_only:
+                self.model.save_weights(temporary)
+            else:
+                self.model.save(temporary)
+
+
+# Writing -----------------------------------------------------------------------------
 
 
 def write_on_rank_zero(
-    model: Any, write: Any, filepath: Any, *args: Any, **kwargs: Any
+    model: Any, method: str, filepath: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Calls Keras's `save`, `save_weights` or `export` of a wrapped model.
+    """Calls Keras's `save`, `save_weights` or `export` for a wrapped model.
 
     Rank 0 writes and the others return at once; no collective.
 
     Args:
         model: the wrapped model.
-        write: the bound method of the model's own class.
+        method: the name of the model's method.
         filepath: where to; a local path is replaced in one go.
         *args, **kwargs: passed on.
     """
-    if "_kerasmgpu" in model.__dict__ and not topology().is_rank_zero:
+    if not topology().is_rank_zero:
         return
-    with plain_classes(model):
-        overwrite = kwargs.get("overwrite", args[0] if args else True)
-        local = isinstance(filepath, (str, os.PathLike)) and "://" not in str(filepath)
-        if not local or (not overwrite and os.path.exists(filepath)):
-            write(filepath, *args, **kwargs)  # Keras asks before it overwrites
-            return
-        with replaced(filepath) as temporary:
-            write(temporary, *args, **kwargs)
+    write = getattr(plain_copy(model), method)
+    overwrite = kwargs.get("overwrite", args[0] if args else True)
+    local = isinstance(filepath, (str, os.PathLike)) and "://" not in str(filepath)
+    if not local or (overwrite is False and os.path.exists(filepath)):
+        write(filepath, *args, **kwargs)  # Keras asks before it overwrites
+        return
+    with replaced(filepath) as temporary:
+        write(temporary, *args, **kwargs)
+
+
+def on_rank_zero(what: str, function: Callable[[], Any]) -> Any:
+    """Runs a function on rank 0 and gives its result, or its error, to every rank.
+
+    Must be called on every rank.
+
+    Args:
+        what: for the message, such as "write the checkpoint model.keras".
+        function: called on rank 0 alone.
+
+    Raises:
+        SaveError: the function raised an `OSError`.
+        KerasMGPUError: the function raised it.
+    """
+    result = failure = None
+    if topology().is_rank_zero:
+        try:
+            result = function()
+        except KerasMGPUError as error:
+            failure = (type(error), str(error), error)
+        except OSError as error:
+            failure = (SaveError, f"Rank 0 could not {what}: {_reason(error)}", error)
+    told = broadcast_object((result, failure[:2] if failure else None))
+    if told[1] is not None:
+        kind, message = told[1]
+        cause = failure[2] if failure else None
+        raise kind(message) from (cause if not isinstance(cause, kind) else None)
+    return told[0]
+
+
+def _reason(error: OSError) -> str:
+    """What went wrong, and what to do."""
+    text = f"{type(error).__name__}: {error}"
+    for kind, advice in (
+        (FileNotFoundError, "Create the folder, or check the path."),
+        (PermissionError, "Check who owns the folder."),
+        (IsADirectoryError, "Name a file, not a folder."),
+    ):
+        if isinstance(error, kind):
+            return f"{text} {advice}"
+    return f"{text} Is the disk full? What was saved before is untouched."
 
 
 @contextlib.contextmanager
@@ -92,6 +208,17 @@ def replaced(filepath: Any) -> Iterator[str]:
         _flush(target.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_leftovers(filepath: Any) -> None:
+    """Removes what a killed process left of writing `filepath`.
+
+    For files that one job alone writes.
+    """
+    target = pathlib.Path(filepath)
+    for path in target.parent.glob(f".{target.name}.*"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _flush(path: pathlib.Path) -> None:

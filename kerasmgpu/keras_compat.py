@@ -6,12 +6,16 @@ breaks one line of this file.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
 from keras.src import tree as tree
 from keras.src.backend import get_keras_mask
-from keras.src.saving import object_registration
+from keras.src.backend.common import global_state
+from keras.src.saving import object_registration, saving_lib
 from keras.src.trainers.compile_utils import CompileMetrics as CompileMetrics
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters import get_data_adapter as get_data_adapter
@@ -33,6 +37,15 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import (
 def mask_of(value: Any) -> Any:
     """The mask that Keras attached to a tensor, or None."""
     return get_keras_mask(value)
+
+
+@functools.cache
+def activity_losses_are_means() -> bool:
+    """Whether this Keras divides an activity regularizer's loss by the rows."""
+    with tf.init_scope():
+        layer = keras.layers.ActivityRegularization(l1=1.0)
+        layer(tf.ones([2, 1]))
+        return float(layer.losses[0]) == 1.0
 
 
 def split_for_validation(arrays: Any, validation_split: float) -> Any:
@@ -77,6 +90,19 @@ def build_from_spec(model: Any, spec: Any) -> None:
             lambda leaf: leaf if hasattr(leaf, "dtype") else None, spec
         )
     )
+
+
+def prepare_thread_for_saving() -> None:
+    """Lets this thread save a model inside a `keras.StatelessScope`.
+
+    Keras makes an example of each kind of object to see which attributes to leave out,
+    and some of these have variables, which must not be made in such a scope. It looks
+    for the outcome under this name first (`get_attr_skipset`), by thread.
+    """
+    for kind in ("Layer", "Functional", "Sequential", "Metric", "Optimizer", "Loss"):
+        global_state.set_global_attribute(
+            f"saving_attr_skiplist_{kind}", saving_lib.get_attr_skipset(kind)
+        )
 
 
 def compiled_metrics(model: Any) -> Any:

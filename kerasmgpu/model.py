@@ -73,6 +73,8 @@ class Session:
         self.has_validation = False
         self.first_epoch = 0
         self.resume: Resume | None = None
+        self.callbacks: list[Any] = []
+        self.preempted = False
         self._in_callbacks = 0
         self._loop_thread: threading.Thread | None = None
 
@@ -109,6 +111,8 @@ class Session:
             if self.resume is not None:
                 self.resume.close()
             self.data = self.resume = None
+            self.callbacks = []
+            self.preempted = False
 
     @property
     def in_loop(self) -> bool:
@@ -118,7 +122,14 @@ class Session:
         )
 
     def requested(self, flag: str) -> bool:
+        if self.preempted and flag == "stop_training":
+            return True
         return bool(self.model.__dict__.get(flag, False))
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether some rank asked to stop in the last step; the same on all ranks."""
+        return self.last_step is not None and self.last_step.stop_agreed
 
     def agree_to_stop(self) -> None:
         """At the end of an epoch. Must be called on every rank."""
@@ -181,6 +192,18 @@ class Session:
             rows = all_gather_object(rows[0])
         known = [number for number in rows if number is not None]
         self.global_batch_size = sum(known) if len(known) == len(rows) else None
+
+    def begin_resume(self) -> Resume:
+        """Must be called on every rank, before the data of a `fit` is made."""
+        self.resume = Resume(self, self.first_epoch)
+        return self.resume
+
+    def retrace(self) -> None:
+        """Makes a new train function: a callback has changed what a step does."""
+        self.model.train_function = None
+        self.model.make_train_function(force=True)
+        if self.resume is not None:
+            self.resume.train_function_made()
 
     def global_logs(self, logs: Any) -> dict[str, Any]:
         """A batch's logs over all ranks. Must be called on every rank."""
@@ -533,9 +556,10 @@ class RankedModel:
     # Logs -----------------------------------------------------------------------------
 
     def _global_logs(self, logs: Any, return_dict: bool) -> Any:
-        logs = {
-            key: float(value) if np.ndim(value) == 0 else np.asarray(value)
-            for key, value in self._get_metrics_result_or_logs(logs).items()
+        values = self._get_metrics_result_or_logs(logs)
+        logs = {  # in the order of the plain model's
+            key: float(values[key]) if np.ndim(values[key]) == 0 else values[key]
+            for key in logs
         }
         return logs if return_dict else self._flatten_metrics_in_order(logs)
 
@@ -564,13 +588,13 @@ class RankedModel:
     # Files ----------------------------------------------------------------------------
 
     def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        write_on_rank_zero(self, super().save, filepath, *args, **kwargs)  # type: ignore[misc]
+        write_on_rank_zero(self, "save", filepath, *args, **kwargs)
 
     def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        write_on_rank_zero(self, super().save_weights, filepath, *args, **kwargs)  # type: ignore[misc]
+        write_on_rank_zero(self, "save_weights", filepath, *args, **kwargs)
 
     def export(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        write_on_rank_zero(self, super().export, filepath, *args, **kwargs)  # type: ignore[misc]
+        write_on_rank_zero(self, "export", filepath, *args, **kwargs)
 
 
 def _global_numbers(

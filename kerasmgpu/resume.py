@@ -175,6 +175,11 @@ class Resume:
         variables = state.seed_states(self.session.model)
         _assign(variables, self._own_random()["seeds"])
 
+    def train_function_made(self) -> None:
+        if self._fast_forward is not None:
+            self._fast_forward.function = self.session.model.train_function
+            self.session.model.train_function = self._fast_forward
+
     def is_skipping(self, batch: int) -> bool:
         """Whether batch `batch` of the current epoch was trained before."""
         return self._fast_forward is not None and batch < self._fast_forward.batch
