@@ -53,7 +53,6 @@ class RankCallbackList(keras.callbacks.CallbackList):
         mine = [c for c in flat(callbacks) if runs_here(c)]
         super().__init__(mine, **kwargs)
         self.callbacks.sort(key=lambda c: getattr(c, "runs_last", False))
-        session.callbacks = self.callbacks
 
     on_train_end = _guarded("on_train_end")
     on_epoch_begin = _guarded("on_epoch_begin")

@@ -28,6 +28,7 @@ from kerasmgpu.files import write_on_rank_zero
 from kerasmgpu.fit_data import FitData
 from kerasmgpu.keras_compat import (
     adopt_registered_name,
+    build_from_spec,
     get_data_adapter,
     split_for_validation,
 )
@@ -128,8 +129,8 @@ class Session:
 
     @property
     def stop_agreed(self) -> bool:
-        """Whether some rank asked to stop in the last step; the same on all ranks."""
-        return self.last_step is not None and self.last_step.stop_agreed
+        """Whether some rank asked to stop the training; the same on all ranks."""
+        return self.agreed["stop_training"]
 
     def agree_to_stop(self) -> None:
         """At the end of an epoch. Must be called on every rank."""
@@ -192,6 +193,24 @@ class Session:
             rows = all_gather_object(rows[0])
         known = [number for number in rows if number is not None]
         self.global_batch_size = sum(known) if len(known) == len(rows) else None
+
+    def log_names(self) -> set[str]:
+        """Names in the logs of an epoch, or nothing where that is not known yet.
+
+        A custom `train_step`, and callbacks of the user's, may add others.
+        """
+        model = self.model
+        modules = [type(c).__module__.split(".")[0] for c in self.callbacks]
+        plain = plain_class(model)
+        if (
+            not model.built
+            or plain.train_step is not keras.Model.train_step
+            or set(modules) - {"keras", "kerasmgpu"}
+        ):
+            return set()
+        build_from_spec(model, self.data.batch_spec)
+        names = {*model.get_metrics_result(), "learning_rate"}
+        return names | {f"val_{n}" for n in names if self.has_validation}
 
     def begin_resume(self) -> Resume:
         """Must be called on every rank, before the data of a `fit` is made."""
@@ -371,6 +390,7 @@ class RankedModel:
             steps=steps_per_epoch or data.num_batches,
             model=self,
         )
+        session.callbacks = callback_list.callbacks
         for function in (self.train_function, self.test_function):
             if isinstance(function, StepFunction):
                 function.start_over()

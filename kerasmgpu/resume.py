@@ -60,6 +60,7 @@ class Resume:
         self.session = session
         self.first_epoch = first_epoch
         self.position: Position | None = None
+        self._learned: int | None = None
         self._start_random = _host_random_state()
         self._epoch_random = self._start_random
         self._saved: dict[str, Any] | None = None
@@ -78,9 +79,18 @@ class Resume:
         if position.batch:
             self._restore_metrics(saved)
 
-    def take(self, position: Position, logs: Any) -> dict[str, Any]:
-        """The state of the run. Whole on rank 0; other ranks' result is of no use."""
+    def end_epoch(self, num_batches: int) -> None:
+        """At the end of an epoch of `num_batches` batches."""
+        self._learned = self._learned or num_batches
+
+    def take(self, epoch: int, batch: int, logs: Any) -> dict[str, Any]:
+        """The state of the run, after `batch` batches of epoch `epoch`.
+
+        Returns:
+            The state on rank 0, nothing on others.
+        """
         session, model = self.session, self.session.model
+        position = self._here(epoch, batch)
         optimizers = state.optimizers_of(model)
         session.complete_rank_zero()
         values: list[np.ndarray] | None = None
@@ -111,6 +121,15 @@ class Resume:
             "metrics": values,
         }
 
+    def _here(self, epoch: int, batch: int) -> Position:
+        session = self.session
+        number = session.data.num_batches
+        if number is None and session.steps_per_epoch is None:
+            number = self._learned
+        step = session.model.train_function
+        ended = bool(batch) and isinstance(step, StepFunction) and step.data_ended
+        return Position(self.first_epoch, epoch, batch, number, ended)
+
     # Going back -----------------------------------------------------------------------
 
     def adopt(self, saved: dict[str, Any] | None) -> None:
@@ -122,6 +141,7 @@ class Resume:
         self._saved = saved if topology().is_rank_zero and saved else light
         self.position = Position(**light["position"])
         self.first_epoch = self.position.first_epoch
+        self._learned = self.position.num_batches
         mine = self._own_random()
         self._start_random = mine["start"]
         seed = light["tf_seed"]

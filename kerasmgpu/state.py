@@ -170,15 +170,24 @@ def broadcast_state(model: Any, optimizers: Iterable[Any]) -> None:
     Must be called on every rank, with models of the same structure. Gradients that are
     being accumulated stay where they are: each rank holds its part.
     """
+    broadcast_variables([*shared_variables(model, optimizers), *seed_states(model)])
+
+
+def shared_variables(model: Any, optimizers: Iterable[Any]) -> list[Any]:
+    """What all ranks hold alike after every step: weights and optimizer state.
+
+    Left out are metrics, random states, and gradients that are being accumulated.
+    """
+    optimizers = list(optimizers)
     variables: dict[int, Any] = {}
-    left_out = {id(v) for v in model.metrics_variables}
+    left_out = {id(v) for v in (*model.metrics_variables, *seed_states(model))}
     for optimizer in optimizers:
         left_out |= {id(v) for v in accumulators(optimizer)}
     for owner in (model, *optimizers):
         for variable in owner.variables:
             if id(variable) not in left_out:
                 variables[id(variable)] = variable
-    broadcast_variables(list(variables.values()))
+    return list(variables.values())
 
 
 def gather_accumulators(optimizers: Iterable[Any], add_up: bool) -> None:
