@@ -178,21 +178,18 @@ class ShardedAdapter(FitData):
         nothing = tf.experimental.Optional.empty(spec)
         some = batches.map(tf.experimental.Optional.from_value)
         endless = some.concatenate(tf.data.Dataset.from_tensors(nothing).repeat())
-
-        def look_ahead(held: Any, coming: Any) -> Any:
-            ended = tf.logical_not(coming.has_value())
-            kept = tf.cond(ended, lambda: nothing, lambda: coming)
-            return kept, (held, coming.has_value())
-
-        pairs = endless.scan(nothing, look_ahead).skip(1)
         # A rank that has nothing at all still takes part, from the first step on.
-        spare = _spare_item(spec)
+        start = (_spare_item(spec), tf.constant(False))
 
-        def unpack(held: Any, more: tf.Tensor) -> Any:
-            item = tf.cond(held.has_value(), held.get_value, lambda: spare)
-            return _with_meta(item, more)
+        def look_ahead(state: Any, coming: Any) -> Any:
+            held, counts = state
+            more = coming.has_value()
+            # After the end the last batch stays, as a spare that counts nothing.
+            following = tf.cond(more, coming.get_value, lambda: held)
+            rows = tf.where(counts, held["rows"], 0)
+            return (following, more), _with_meta({**held, "rows": rows}, more)
 
-        return pairs.map(unpack)
+        return endless.scan(start, look_ahead).skip(1)
 
 
 def shard_dataset(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -12,7 +12,8 @@ backward, by what is missing to make it so:
 | "sum" | nothing | `total_rows / rows` |
 
 (`sum(d)` is over ranks.) A loss function that returns a scalar, and one added with
-`add_loss`, is taken for a mean over rows. An activity regularizer adds up over rows.
+`add_loss`, is taken for a mean over rows. So is an activity regularizer, but for Keras
+releases in which it adds up over rows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import tensorflow as tf
 
 from kerasmgpu.collectives import reduce_tensor
 from kerasmgpu.control import Step, current_step
-from kerasmgpu.keras_compat import mask_of
+from kerasmgpu.keras_compat import activity_losses_are_means, mask_of
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -60,6 +61,7 @@ def scaled_losses(model: Any, same_entries: bool) -> Iterator[None]:
         layer
         for layer in model._flatten_layers()
         if getattr(layer, "activity_regularizer", None) is not None
+        and not activity_losses_are_means()
     ]
     originals = [layer.activity_regularizer for layer in regularized]
     keras.losses.Loss.__call__ = scaled

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import signal
 import sys
 
 import pytest
@@ -20,6 +21,11 @@ sys.path.insert(0, os.path.dirname(__file__))
 from rank_jobs import GROUPS, RankJobs, on_a_rank  # noqa: E402
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+def pytest_configure() -> None:
+    if not on_a_rank():  # a terminated run takes its jobs along
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def pytest_report_header() -> list[str]:

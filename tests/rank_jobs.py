@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 
@@ -26,6 +27,8 @@ DEFAULT_TIMEOUT_SECONDS = 180
 #: How long a rank that has finished a test waits for the others to finish it.
 GRACE_SECONDS = 20
 START_SECONDS = 120
+#: Standard error, behind pytest's back.
+STACKS = os.fdopen(os.dup(2), "w")
 
 
 def on_a_rank() -> bool:
@@ -171,10 +174,16 @@ class RankJobs:
 
     @contextlib.contextmanager
     def watched_on_rank(self, item: pytest.Item) -> Iterator[None]:
-        faulthandler.dump_traceback_later(timeout_of(item), exit=True, file=_stderr())
+        seconds = timeout_of(item)
+        # All ranks print their stacks before one of them ends the job.
+        faulthandler.dump_traceback_later(seconds, file=STACKS)
+        killer = threading.Timer(seconds + 3, os._exit, (3,))
+        killer.daemon = True
+        killer.start()
         try:
             yield
         finally:
+            killer.cancel()
             faulthandler.cancel_dump_traceback_later()
 
 
@@ -198,7 +207,3 @@ def _address(item: pytest.Item) -> str:
 
 def _read(path: pathlib.Path) -> dict | None:
     return json.loads(path.read_text()) if path.exists() else None
-
-
-def _stderr():
-    return sys.__stderr__

@@ -11,11 +11,14 @@ import signal
 import sys
 
 import pytest
+import rank_jobs
 
 
 def main() -> int:
     # When mpirun ends the job because of one rank, the others show where they were.
-    faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
+    faulthandler.register(
+        signal.SIGTERM, rank_jobs.STACKS, all_threads=True, chain=True
+    )
     addresses = pathlib.Path(sys.argv[1]).read_text().splitlines()
     return pytest.main(["-q", "-p", "no:cacheprovider", *addresses])
 
