@@ -151,13 +151,13 @@ def test_the_first_failure_is_told_and_ends_the_job(options: list[str]) -> None:
     assert "KeyError: 'no such luck'" in ended.last_lines
 
 
-@BOTH
 @pytest.mark.parametrize(
-    ("ending", "code", "told"),
+    ("options", "ending", "code", "told"),
     [
-        ("sys.exit(7)", 7, "exit code 7"),
-        ("os.kill(os.getpid(), 9)", 137, "killed by SIGKILL"),
-        ("os.abort()", 134, "killed by SIGABRT"),
+        ([], "sys.exit(7)", 7, "exit code 7"),
+        ([], "os.kill(os.getpid(), 9)", 137, "killed by SIGKILL"),
+        ([], "os.abort()", 134, "killed by SIGABRT"),
+        (["--gloo"], "os.kill(os.getpid(), 9)", 137, "killed by SIGKILL"),
     ],
 )
 def test_exit_code_is_the_failing_ranks(
@@ -195,9 +195,11 @@ def test_a_killed_agent_ends_the_job_in_time() -> None:
     job.assert_nothing_left()
 
 
-@BOTH
-@pytest.mark.parametrize("number", SIGNALS)
-def test_signals_reach_every_rank(number: signal.Signals, options: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("options", "number"),
+    [*(([], number) for number in SIGNALS), (["--gloo"], signal.SIGINT)],
+)
+def test_signals_reach_every_rank(options: list[str], number: signal.Signals) -> None:
     job = Job([*options, "-np", "2", *python("time.sleep(60)")])
     wait_for(lambda: len(job.programs()) == 2)
     job.signal(number)
