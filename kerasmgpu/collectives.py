@@ -150,8 +150,8 @@ def _horovod() -> Any:
         import horovod.tensorflow as hvd
     except Exception as error:  # a broken build raises many kinds
         raise HorovodNotFoundError(
-            f"Rank {launched_rank()} belongs to a job of several processes, which needs "
-            f"Horovod, and Horovod cannot be imported ({type(error).__name__}: "
+            f"Rank {launched_rank()} belongs to a job of several processes, which "
+            f"needs Horovod, and Horovod cannot be imported ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else 'no message'}). Build it "
             "for the installed TensorFlow with `kerasmgpu install-horovod`; "
             "`kerasmgpu doctor` shows what is wrong."

@@ -46,7 +46,7 @@ ROW_ID_STRIDE = 1 << 32
 
 
 def bounds(rows: Any, rank: int, size: int) -> tuple[Any, Any]:
-    """Rank `rank` of `size` takes rows `rows * rank // size` to the next rank's first."""
+    """The first row that rank `rank` of `size` takes, and the next rank's first."""
     return rows * rank // size, rows * (rank + 1) // size
 
 
@@ -157,7 +157,7 @@ class ShardedAdapter(FitData):
         )
 
     def _end_known(self, batches: tf.data.Dataset) -> tf.data.Dataset:
-        """Each rank has `num_batches` steps; a rank with fewer batches adds spare rows."""
+        """Each rank has `num_batches` steps; one with fewer batches adds spare rows."""
         number = self._num_batches or 0
         if self._own_batches is not None and self._own_batches < number:
             spare = _spare_items(batches)
@@ -401,9 +401,9 @@ def spare_data(spec: Any) -> Any:
             return tf.RaggedTensor.from_tensor(tf.zeros([1, 1], leaf.dtype))
         if leaf.shape.rank is None:
             raise InvalidArgumentError(
-                f"Rank {topology().rank} of {topology().size}: this rank's data can end "
-                "before the others', and the shape of its elements is unknown. Give the "
-                "generator an output_signature with shapes."
+                f"Rank {topology().rank} of {topology().size}: this rank's data can "
+                "end before the others', and the shape of its elements is unknown. "
+                "Give the generator an output_signature with shapes."
             )
         return tf.zeros([size or 1 for size in leaf.shape], leaf.dtype)
 
@@ -411,7 +411,7 @@ def spare_data(spec: Any) -> Any:
 
 
 def _fingerprint(batch: Any) -> tf.Tensor:
-    """Two numbers below 2^16 that differ where two batches differ, in all likelihood."""
+    """Two numbers below 2^16 that, in all likelihood, differ where batches do."""
     parts = []
     for leaf in tf.nest.flatten(batch, expand_composites=True):
         if isinstance(leaf, tf.experimental.Optional) or not tf.is_tensor(leaf):

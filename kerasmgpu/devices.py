@@ -52,9 +52,9 @@ def pin_gpu(topology: Topology, memory_growth: bool) -> str | None:
         if topology.size == 1:
             return mine.name
         raise LaunchError(
-            f"Rank {topology.rank} of {topology.size}: TensorFlow used its GPUs before "
-            "kerasmgpu could choose this rank's. Create HorovodStrategy() first, before "
-            f"any tensor or model. (TensorFlow said: {error})"
+            f"Rank {topology.rank} of {topology.size}: TensorFlow used its GPUs "
+            "before kerasmgpu could choose this rank's. Create HorovodStrategy() "
+            f"first, before any tensor or model. (TensorFlow said: {error})"
         ) from error
     return mine.name
 

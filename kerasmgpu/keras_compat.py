@@ -66,7 +66,7 @@ def adapter_arrays(adapter: ArrayDataAdapter) -> Any:
 
 
 def index_batches(adapter: ArrayDataAdapter) -> Any:
-    """The batches of row numbers, as a dataset, that Keras makes of an adapter's arrays.
+    """The batches of row numbers, a dataset, that Keras makes of an adapter's arrays.
 
     Made by Keras's own adapter over the row numbers, so that a seeded shuffle is the
     same as in one process.

@@ -204,8 +204,8 @@ def refuse(names: Sequence[str]) -> None:
     """Raises the error about metrics whose states cannot be summed."""
     listed = ", ".join(repr(name) for name in names)
     raise InvalidArgumentError(
-        f"Rank {topology().rank} of {topology().size}: the metric(s) {listed} cannot be "
-        "summed over ranks: the states of two parts of a batch do not add up to the "
+        f"Rank {topology().rank} of {topology().size}: the metric(s) {listed} cannot "
+        "be summed over ranks: the states of two parts of a batch do not add up to the "
         "state of the whole (as with a running maximum, or a mean of batch means). "
         "Expected variables that are sums over rows. Keep sums and counts in "
         "update_state and divide in result(), or compute the metric in a callback from "

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -21,287 +20,48 @@ import tensorflow as tf
 
 from kerasmgpu import metrics, report, state
 from kerasmgpu.callback_list import RankCallbackList, flat
-from kerasmgpu.collectives import all_gather_object, reduce_tensor, topology
+from kerasmgpu.collectives import reduce_tensor, topology
 from kerasmgpu.data import DATA, ROW_IDS, ShardedAdapter, spare_data
-from kerasmgpu.errors import InvalidArgumentError, InvalidTypeError, RankMismatchError
+from kerasmgpu.errors import InvalidArgumentError, InvalidTypeError
 from kerasmgpu.files import write_on_rank_zero
 from kerasmgpu.fit_data import FitData
 from kerasmgpu.keras_compat import (
     adopt_registered_name,
-    build_from_spec,
     get_data_adapter,
     split_for_validation,
 )
-from kerasmgpu.optimizer import plain_class, unwrap_optimizer, wrap_optimizer
+from kerasmgpu.optimizer import plain_class, unwrap_optimizer
 from kerasmgpu.predictions import gather_rows
-from kerasmgpu.resume import Resume
+from kerasmgpu.session import AgreedFlag, Session, session_of, spanning
 from kerasmgpu.step import StepFunction
 
-_STOP_FLAGS = ("stop_training", "stop_evaluating")
+if TYPE_CHECKING:
+    _Base: Any = keras.Model
+else:
+    _Base = object
 
 
-class Session:
-    """What kerasmgpu knows of one wrapped model.
-
-    Args:
-        model: the wrapped model.
-        sharding, gradient_reduction, gradient_compression: as of `HorovodStrategy`.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        sharding: str,
-        gradient_reduction: str,
-        gradient_compression: str | None,
-    ) -> None:
-        self.model = model
-        self.sharding = sharding
-        self.gradient_reduction = gradient_reduction
-        self.gradient_compression = gradient_compression
-        self.local_depth = 0
-        self.agreed: dict[str, bool] = dict.fromkeys(_STOP_FLAGS, False)
-        self.last_step: StepFunction | None = None
-        self.summed_metrics: list[Any] | None = None
-        self.jit_warned = False
-        self.fitting = False
-        self.accumulated_apart = False
-        # Of the `fit` under way, for callbacks.
-        self.data: Any = None
-        self.global_batch_size: int | None = None
-        self.steps_per_epoch: int | None = None
-        self.length_unknown = False
-        self.has_validation = False
-        self.first_epoch = 0
-        self.resume: Resume | None = None
-        self.callbacks: list[Any] = []
-        self.preempted = False
-        self._in_callbacks = 0
-        self._loop_thread: threading.Thread | None = None
-
-    @property
-    def spans_ranks(self) -> bool:
-        return topology().size > 1 and self.local_depth == 0
-
-    # Agreeing ---------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def callbacks_running(self) -> Iterator[None]:
-        self._in_callbacks += 1
-        try:
-            yield
-        finally:
-            self._in_callbacks -= 1
-
-    @contextlib.contextmanager
-    def loop_running(self) -> Iterator[None]:
-        outer = self._loop_thread
-        self._loop_thread = threading.current_thread()
-        try:
-            yield
-        finally:
-            self._loop_thread = outer
-
-    @contextlib.contextmanager
-    def fitted(self) -> Iterator[None]:
-        self.fitting = True
-        try:
-            yield
-        finally:
-            self.fitting = False
-            if self.resume is not None:
-                self.resume.close()
-            self.data = self.resume = None
-            self.callbacks = []
-            self.preempted = False
-
-    @property
-    def in_loop(self) -> bool:
-        """Whether Keras's loop itself is asking, and no callback."""
-        return (
-            self._loop_thread is threading.current_thread() and self._in_callbacks == 0
-        )
-
-    def requested(self, flag: str) -> bool:
-        if self.preempted and flag == "stop_training":
-            return True
-        return bool(self.model.__dict__.get(flag, False))
-
-    @property
-    def stop_agreed(self) -> bool:
-        """Whether some rank asked to stop the training; the same on all ranks."""
-        return self.agreed["stop_training"]
-
-    def agree_to_stop(self) -> None:
-        """At the end of an epoch. Must be called on every rank."""
-        request = tf.constant([int(self.requested("stop_training"))])
-        stop = reduce_tensor(request, "max", "kerasmgpu.stop")
-        self.agreed["stop_training"] |= bool(stop[0] > 0)
-
-    def meet(self, method: str, **facts: Any) -> None:
-        """Refuses a call that the other ranks do not make alike.
-
-        Must be called on every rank.
-        """
-        report.used(method)
-        calls = all_gather_object((method, facts))
-        for rank, call in enumerate(calls):
-            if call != calls[0]:
-                raise RankMismatchError(
-                    f"Rank {topology().rank} of {topology().size}: the ranks do not "
-                    f"make the same call. Rank 0 calls {_call_text(calls[0])}, rank "
-                    f"{rank} calls {_call_text(call)}. Expected the same on every rank."
-                )
-        state.share_host_random_state()
-
-    # State --------------------------------------------------------------------------
-
-    def wrap_optimizers(self) -> list[Any]:
-        optimizers = state.optimizers_of(self.model)
-        for optimizer in optimizers:
-            wrap_optimizer(
-                optimizer, self.gradient_reduction, self.gradient_compression
-            )
-        return optimizers
-
-    def send_state(self) -> None:
-        """Compares the ranks' models and sends rank 0's state to all."""
-        optimizers = state.optimizers_of(self.model)
-        state.check_same_structure(self.model, optimizers)
-        state.broadcast_state(self.model, optimizers)
-        state.separate_random_states(self.model)
-
-    def prepare_training(self) -> None:
-        optimizers = state.optimizers_of(self.model)
-        self.send_state()
-        state.gather_accumulators(optimizers, add_up=self.accumulated_apart)
-        self.accumulated_apart = True
-        if self.resume is not None:
-            self.resume.restore_random()
-
-    def prepare_testing(self) -> None:
-        if not self.fitting:  # the ranks of a fit hold the same already
-            self.send_state()
-
-    def describe_data(self, data: FitData, steps_per_epoch: int | None) -> None:
-        """Notes what callbacks ask of the data. Must be called on every rank."""
-        self.data = data
-        self.steps_per_epoch = steps_per_epoch
-        self.length_unknown = data.num_batches is None
-        rows: list[int | None] = [data.rows_per_batch()]
-        if self.spans_ranks and self.sharding == "none":
-            rows = all_gather_object(rows[0])
-        known = [number for number in rows if number is not None]
-        self.global_batch_size = sum(known) if len(known) == len(rows) else None
-
-    def log_names(self) -> set[str]:
-        """Names in the logs of an epoch, or nothing where that is not known yet.
-
-        A custom `train_step`, and callbacks of the user's, may add others.
-        """
-        model = self.model
-        modules = [type(c).__module__.split(".")[0] for c in self.callbacks]
-        plain = plain_class(model)
-        if (
-            not model.built
-            or plain.train_step is not keras.Model.train_step
-            or set(modules) - {"keras", "kerasmgpu"}
-        ):
-            return set()
-        build_from_spec(model, self.data.batch_spec)
-        names = {*model.get_metrics_result(), "learning_rate"}
-        return names | {f"val_{n}" for n in names if self.has_validation}
-
-    def begin_resume(self) -> Resume:
-        """Must be called on every rank, before the data of a `fit` is made."""
-        self.resume = Resume(self, self.first_epoch)
-        return self.resume
-
-    def retrace(self) -> None:
-        """Makes a new train function: a callback has changed what a step does."""
-        self.model.train_function = None
-        self.model.make_train_function(force=True)
-        if self.resume is not None:
-            self.resume.train_function_made()
-
-    def global_logs(self, logs: Any) -> dict[str, Any]:
-        """A batch's logs over all ranks. Must be called on every rank."""
-        model = self.model
-        result = dict(model._get_metrics_result_or_logs(dict(logs or {})))
-        model._put_metrics_back()
-        return result
-
-    def complete_rank_zero(self) -> None:
-        """Before callbacks may save at the end of an epoch: rank 0 has all there is."""
-        state.gather_accumulators(state.optimizers_of(self.model), add_up=True)
-
-    def make_step(self, step: Any, training: bool) -> StepFunction:
-        flag = "stop_training" if training else "stop_evaluating"
-        return StepFunction(
-            self.model,
-            step,
-            training=training,
-            same_batches=self.sharding == "batch",
-            prepare=self.prepare_training if training else self.prepare_testing,
-            stop_requested=lambda: self.requested(flag),
-            finished=lambda function: self._step_finished(function, flag),
-        )
-
-    def _step_finished(self, function: StepFunction, flag: str) -> None:
-        self.last_step = function
-        self.agreed[flag] |= function.stop_agreed
-
-
-class _AgreedFlag:
-    """`model.stop_training`: callbacks read what they set, the loop what was agreed."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, model: Any, owner: Any = None) -> Any:
-        if model is None:
-            return self
-        session = session_of(model)
-        if session is not None and session.in_loop and session.spans_ranks:
-            return session.agreed[self.name]
-        return bool(model.__dict__.get(self.name, False))
-
-    def __set__(self, model: Any, value: Any) -> None:
-        session = session_of(model)
-        if session is not None and session.in_loop:
-            session.agreed[self.name] = False  # Keras resets it before the loop
-        model.__dict__[self.name] = bool(value)
-
-
-def session_of(model: Any) -> Session | None:
-    """The session of a wrapped model, or None."""
-    session = model.__dict__.get("_kerasmgpu")
-    return session if isinstance(session, Session) else None
-
-
-def _spanning(model: Any) -> Session | None:
-    session = session_of(model)
-    return session if session is not None and session.spans_ranks else None
-
-
-class RankedModel:
+class RankedModel(_Base):
     """Mixin, put before the user's model class by `wrap`."""
 
-    stop_training = _AgreedFlag("stop_training")
-    stop_evaluating = _AgreedFlag("stop_evaluating")
+    train_function: Any
+    test_function: Any
+
+    stop_training = AgreedFlag("stop_training")
+    stop_evaluating = AgreedFlag("stop_evaluating")
 
     # Compiling ------------------------------------------------------------------------
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        super().compile(*args, **kwargs)  # type: ignore[misc]
+        super().compile(*args, **kwargs)
         session = session_of(self)
         if session is not None:
             session.wrap_optimizers()
 
     def make_train_function(self, force: bool = False) -> Any:
-        session = _spanning(self)
+        session = spanning(self)
         if session is None:
-            return super().make_train_function(force)  # type: ignore[misc]
+            return super().make_train_function(force)
         if self.train_function is None or force:
             session.wrap_optimizers()
             _say_that_xla_is_off(self, session)
@@ -309,9 +69,9 @@ class RankedModel:
         return self.train_function
 
     def make_test_function(self, force: bool = False) -> Any:
-        session = _spanning(self)
+        session = spanning(self)
         if session is None:
-            return super().make_test_function(force)  # type: ignore[misc]
+            return super().make_test_function(force)
         if self.test_function is None or force:
             self.test_function = session.make_step(self.test_step, training=False)
         return self.test_function
@@ -340,7 +100,7 @@ class RankedModel:
         given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         session = session_of(self)
         if session is None or session.local_depth > 0:
-            return super().fit(**given)  # type: ignore[misc]
+            return super().fit(**given)
         self._assert_compile_called("fit")
         spans_ranks = session.spans_ranks
         session.has_validation = bool(validation_split) or validation_data is not None
@@ -397,7 +157,7 @@ class RankedModel:
         self._initial_epoch = None
         session.agreed["stop_training"] = False
         with session.loop_running(), session.fitted():
-            return super().fit(  # type: ignore[misc]
+            return super().fit(
                 x=data,
                 epochs=epochs,
                 verbose=verbose,
@@ -429,7 +189,7 @@ class RankedModel:
             "shuffle": shuffle,
             "class_weight": class_weight,
         }
-        session = _spanning(self)
+        session = spanning(self)
         if session is None:
             return FitData(get_data_adapter(**arguments, steps_per_epoch=steps))
         return ShardedAdapter(**arguments, steps=steps, sharding=session.sharding)
@@ -451,12 +211,12 @@ class RankedModel:
             for k, v in locals().items()
             if k not in ("self", "kwargs", "__class__")
         }
-        session = _spanning(self)
+        session = spanning(self)
         if session is None:
             with _own_functions(self, "test_function"):
-                return super().evaluate(**given, **kwargs)  # type: ignore[misc]
+                return super().evaluate(**given, **kwargs)
         if kwargs.get("_use_cached_eval_dataset"):  # the validation of `fit`
-            return super().evaluate(**given, **kwargs)  # type: ignore[misc]
+            return super().evaluate(**given, **kwargs)
         self._assert_compile_called("evaluate")
         session.meet(
             "evaluate", batch_size=batch_size, steps=steps, sharding=session.sharding
@@ -482,7 +242,7 @@ class RankedModel:
         if isinstance(self.test_function, StepFunction):
             self.test_function.start_over()
         with session.loop_running():
-            return super().evaluate(  # type: ignore[misc]
+            return super().evaluate(
                 x=data,
                 verbose=verbose,
                 steps=steps,
@@ -499,9 +259,9 @@ class RankedModel:
         steps: int | None = None,
         callbacks: Any = None,
     ) -> Any:
-        session = _spanning(self)
+        session = spanning(self)
         if session is None:
-            return super().predict(x, batch_size, verbose, steps, callbacks)  # type: ignore[misc]
+            return super().predict(x, batch_size, verbose, steps, callbacks)
         session.meet(
             "predict", batch_size=batch_size, steps=steps, sharding=session.sharding
         )
@@ -526,7 +286,7 @@ class RankedModel:
             steps=steps or data.num_batches,
             model=self,
         )
-        result = super().predict(  # type: ignore[misc]
+        result = super().predict(
             data, verbose=verbose, steps=steps, callbacks=callback_list
         )
         return gather_rows(
@@ -535,8 +295,8 @@ class RankedModel:
 
     def predict_step(self, data: Any) -> Any:
         if not (isinstance(data, dict) and ROW_IDS in data):
-            return super().predict_step(data)  # type: ignore[misc]
-        outputs = super().predict_step(data[DATA])  # type: ignore[misc]
+            return super().predict_step(data)
+        outputs = super().predict_step(data[DATA])
         return {"outputs": outputs, ROW_IDS: data[ROW_IDS]}
 
     def train_on_batch(
@@ -547,13 +307,13 @@ class RankedModel:
         class_weight: Any = None,
         return_dict: bool = False,
     ) -> Any:
-        session = _spanning(self)
+        session = spanning(self)
         if session is None:
-            return super().train_on_batch(  # type: ignore[misc]
+            return super().train_on_batch(
                 x, y, sample_weight, class_weight, return_dict
             )
         report.used("train_on_batch")
-        logs = super().train_on_batch(  # type: ignore[misc]
+        logs = super().train_on_batch(
             x, y, sample_weight, class_weight, return_dict=True
         )
         return self._global_logs(logs, return_dict)
@@ -565,12 +325,12 @@ class RankedModel:
         sample_weight: Any = None,
         return_dict: bool = False,
     ) -> Any:
-        session = _spanning(self)
+        session = spanning(self)
         if session is None:
             with _own_functions(self, "test_function"):
-                return super().test_on_batch(x, y, sample_weight, return_dict)  # type: ignore[misc]
+                return super().test_on_batch(x, y, sample_weight, return_dict)
         report.used("test_on_batch")
-        logs = super().test_on_batch(x, y, sample_weight, return_dict=True)  # type: ignore[misc]
+        logs = super().test_on_batch(x, y, sample_weight, return_dict=True)
         return self._global_logs(logs, return_dict)
 
     # Logs -----------------------------------------------------------------------------
@@ -585,12 +345,12 @@ class RankedModel:
 
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
         """Keras's, at the end of an epoch, over all ranks."""
-        session = _spanning(self)
+        session = spanning(self)
         if session is None:
-            return super()._get_metrics_result_or_logs(logs)  # type: ignore[misc]
+            return super()._get_metrics_result_or_logs(logs)
         self._put_metrics_back()
         session.summed_metrics = metrics.sum_over_ranks(self)
-        result = super()._get_metrics_result_or_logs(logs)  # type: ignore[misc]
+        result = super()._get_metrics_result_or_logs(logs)
         if result is not logs or not isinstance(logs, dict):
             return result
         return _global_numbers(logs, self.get_metrics_result(), session.last_step)
@@ -603,7 +363,7 @@ class RankedModel:
 
     def reset_metrics(self) -> None:
         self._put_metrics_back()
-        super().reset_metrics()  # type: ignore[misc]
+        super().reset_metrics()
 
     # Files ----------------------------------------------------------------------------
 
@@ -673,11 +433,6 @@ def _say_that_xla_is_off(model: Any, session: Session) -> None:
     session.jit_warned = True
 
 
-def _call_text(call: Any) -> str:
-    method, facts = call
-    return f"{method}({', '.join(f'{k}={v!r}' for k, v in facts.items())})"
-
-
 # Wrapping -----------------------------------------------------------------------------
 
 
@@ -688,14 +443,15 @@ def wrap_model(model: Any, **options: Any) -> Any:
         held = {name: getattr(session, name) for name in options}
         if held != options:
             raise InvalidArgumentError(
-                f"The model {model.name!r} was already wrapped with {held}. Received: a "
-                f"strategy with {options}. Call strategy.unwrap(model) first."
+                f"The model {model.name!r} was already wrapped with {held}. Received: "
+                f"a strategy with {options}. Call strategy.unwrap(model) first."
             )
         return model
     if getattr(model, "_distribute_strategy", None) is not None:
         raise InvalidTypeError(
-            "Received: a model made under a tf.distribute strategy. kerasmgpu takes the "
-            "place of tf.distribute; build the model outside of `with strategy.scope()`."
+            "Received: a model made under a tf.distribute strategy. kerasmgpu takes "
+            "the place of tf.distribute; build the model outside of "
+            "`with strategy.scope()`."
         )
     session = Session(model, **options)
     object.__setattr__(model, "_kerasmgpu", session)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextvars
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -26,6 +26,11 @@ from kerasmgpu.collectives import (
 )
 from kerasmgpu.control import current_step
 from kerasmgpu.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    _Base: Any = keras.optimizers.Optimizer
+else:
+    _Base = object
 
 #: Set while an outer optimizer that has weighed the gradients calls its inner one.
 _weighed: contextvars.ContextVar[bool] = contextvars.ContextVar(
@@ -163,7 +168,7 @@ def _reduce_as_bfloat16(tensor: tf.Tensor, name: str) -> tf.Tensor:
     return tf.reshape(whole[:length], tf.shape(tensor))
 
 
-class RankedOptimizer:
+class RankedOptimizer(_Base):
     """Mixin, put before the user's optimizer class by `wrap`."""
 
     _kerasmgpu: Reducer
@@ -171,14 +176,14 @@ class RankedOptimizer:
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         reducer = self.__dict__.get("_kerasmgpu")
         if reducer is None or topology().size == 1 or len(grads) == 0:
-            return super().apply(grads, trainable_variables)  # type: ignore[misc]
+            return super().apply(grads, trainable_variables)
         if not _weighed.get():
             grads = reducer.weigh(grads)
             if not _accumulates(self):
                 grads = reducer.reduce(grads)
         token = _weighed.set(True)
         try:
-            return super().apply(grads, trainable_variables)  # type: ignore[misc]
+            return super().apply(grads, trainable_variables)
         finally:
             _weighed.reset(token)
 
@@ -187,14 +192,14 @@ class RankedOptimizer:
         if (
             reducer is not None
             and topology().size > 1
-            and self.gradient_accumulation_steps  # type: ignore[attr-defined]
+            and self.gradient_accumulation_steps
         ):
             grads = reducer.reduce(grads)
-        return super()._clip_gradients(grads)  # type: ignore[misc]
+        return super()._clip_gradients(grads)
 
     def check_finite(self, grads: Any) -> Any:
         """Of a LossScaleOptimizer: whether to update, the same on all ranks."""
-        finite = super().check_finite(grads)  # type: ignore[misc]
+        finite = super().check_finite(grads)
         reducer = self.__dict__.get("_kerasmgpu")
         if reducer is None or topology().size == 1 or not _accumulates(self):
             return finite
@@ -203,7 +208,7 @@ class RankedOptimizer:
 
 
 def _accumulates(optimizer: Any) -> bool:
-    """Whether gradients are added up over micro-steps, here or in the optimizer inside."""
+    """Whether gradients are added up over micro-steps, here or inside."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return bool(inner.gradient_accumulation_steps)
 

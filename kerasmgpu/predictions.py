@@ -50,8 +50,8 @@ def _take(leaf: Any, kept: np.ndarray, row_ids: np.ndarray) -> Any:
     if rows != len(row_ids):
         raise InvalidArgumentError(
             f"Rank {topology().rank} of {topology().size}: expected predict_step to "
-            f"return one row for each of the {len(row_ids)} rows of its data. Received: "
-            f"{rows} rows. Return per-row values, or run predict inside "
+            f"return one row for each of the {len(row_ids)} rows of its data. "
+            f"Received: {rows} rows. Return per-row values, or run predict inside "
             "strategy.local() on the rank that needs them."
         )
     if len(kept) == rows:

@@ -110,7 +110,8 @@ def check_same_structure(model: Any, optimizers: Iterable[Any]) -> None:
             other = theirs[position] if position < len(theirs) else None
             if first != other:
                 raise RankMismatchError(
-                    f"Rank {topology().rank} of {size}: the models of the ranks differ. "
+                    f"Rank {topology().rank} of {size}: the models of the ranks "
+                    "differ. "
                     f"First difference: rank 0 has {words(first)}; rank {rank} has "
                     f"{words(other)}. Expected the same model on every rank: build it "
                     "from the same code and arguments, without looking at the rank."

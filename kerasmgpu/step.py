@@ -170,7 +170,7 @@ class StepFunction:
             with tf.control_dependencies(tf.nest.flatten(outputs)):
                 return number + 1, self._one_step(iterator.get_next(), stop, wanted)
 
-        # One iteration at a time: two would have collectives of the same name under way.
+        # One iteration at a time: two would have collectives of one name under way.
         return tf.while_loop(
             more, another, (tf.constant(1), outputs), parallel_iterations=1
         )[1]

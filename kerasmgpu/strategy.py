@@ -14,13 +14,14 @@ import tensorflow as tf
 
 from kerasmgpu import collectives, data, devices, state
 from kerasmgpu.errors import InvalidArgumentError, InvalidTypeError
-from kerasmgpu.model import session_of, unwrap_model, wrap_model
+from kerasmgpu.model import unwrap_model, wrap_model
 from kerasmgpu.optimizer import (
     COMPRESSIONS,
     REDUCTIONS,
     unwrap_optimizer,
     wrap_optimizer,
 )
+from kerasmgpu.session import session_of
 
 _RULES = ("linear", "sqrt", "none")
 

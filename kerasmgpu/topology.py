@@ -132,12 +132,14 @@ def horovod_mpi_family() -> str | None:
     if spec is None or spec.origin is None:
         return None
     for library in sorted(Path(spec.origin).parent.glob("tensorflow/mpi_lib*.so")):
-        with open(library, "rb") as file:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                if content.find(b"libmpi.so.40") >= 0:
-                    return "Open MPI"
-                if content.find(b"libmpi.so.12") >= 0:
-                    return "MPICH"
+        with (
+            open(library, "rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            if content.find(b"libmpi.so.40") >= 0:
+                return "Open MPI"
+            if content.find(b"libmpi.so.12") >= 0:
+                return "MPICH"
     return None
 
 

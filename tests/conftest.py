@@ -18,7 +18,7 @@ import pytest
 
 sys.path.insert(0, os.path.dirname(__file__))
 
-from rank_jobs import GROUPS, RankJobs, on_a_rank  # noqa: E402
+from rank_jobs import GROUPS, RankJobs, on_a_rank
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 

@@ -1,6 +1,6 @@
 """What each rank of a test job runs: the given tests, in the given order.
 
-    rank_main.py FILE      (FILE has one test address a line)
+rank_main.py FILE      (FILE has one test address a line)
 """
 
 from __future__ import annotations

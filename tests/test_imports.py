@@ -44,8 +44,9 @@ ALLOWED: dict[str, set[str]] = {
     "predictions": CORE,
     "model": CORE
     | STEP
-    | {"step", "callback_list", "files", "predictions", "fit_data", "resume"},
-    "strategy": CORE | STEP | {"model"},
+    | {"step", "callback_list", "files", "predictions", "fit_data", "session"},
+    "session": CORE | STEP | {"step", "fit_data", "resume"},
+    "strategy": CORE | STEP | {"model", "session"},
     "callbacks": BASE | {"collectives", "state", "files", "perf.model"},
     "layers": CORE | {"control"},
     "launch": BASE | {"report"},

@@ -1,0 +1,275 @@
+"""What kerasmgpu knows of one wrapped model, and how its ranks agree.
+
+A `Session` hangs on each wrapped model. It holds the strategy's options, what is known
+of the `fit` under way, and the flags by which the ranks stop together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kerasmgpu import report, state
+from kerasmgpu.collectives import all_gather_object, reduce_tensor, topology
+from kerasmgpu.errors import RankMismatchError
+from kerasmgpu.fit_data import FitData
+from kerasmgpu.keras_compat import build_from_spec
+from kerasmgpu.optimizer import plain_class, wrap_optimizer
+from kerasmgpu.resume import Resume
+from kerasmgpu.step import StepFunction
+
+_STOP_FLAGS = ("stop_training", "stop_evaluating")
+
+
+class Session:
+    """What kerasmgpu knows of one wrapped model.
+
+    Args:
+        model: the wrapped model.
+        sharding, gradient_reduction, gradient_compression: as of `HorovodStrategy`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        sharding: str,
+        gradient_reduction: str,
+        gradient_compression: str | None,
+    ) -> None:
+        self.model = model
+        self.sharding = sharding
+        self.gradient_reduction = gradient_reduction
+        self.gradient_compression = gradient_compression
+        self.local_depth = 0
+        self.agreed: dict[str, bool] = dict.fromkeys(_STOP_FLAGS, False)
+        self.last_step: StepFunction | None = None
+        self.summed_metrics: list[Any] | None = None
+        self.jit_warned = False
+        self.fitting = False
+        self.accumulated_apart = False
+        # Of the `fit` under way, for callbacks.
+        self.data: Any = None
+        self.global_batch_size: int | None = None
+        self.steps_per_epoch: int | None = None
+        self.length_unknown = False
+        self.has_validation = False
+        self.first_epoch = 0
+        self.resume: Resume | None = None
+        self.callbacks: list[Any] = []
+        self.preempted = False
+        self._in_callbacks = 0
+        self._loop_thread: threading.Thread | None = None
+
+    @property
+    def spans_ranks(self) -> bool:
+        return topology().size > 1 and self.local_depth == 0
+
+    # Agreeing ---------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def callbacks_running(self) -> Iterator[None]:
+        self._in_callbacks += 1
+        try:
+            yield
+        finally:
+            self._in_callbacks -= 1
+
+    @contextlib.contextmanager
+    def loop_running(self) -> Iterator[None]:
+        outer = self._loop_thread
+        self._loop_thread = threading.current_thread()
+        try:
+            yield
+        finally:
+            self._loop_thread = outer
+
+    @contextlib.contextmanager
+    def fitted(self) -> Iterator[None]:
+        self.fitting = True
+        try:
+            yield
+        finally:
+            self.fitting = False
+            if self.resume is not None:
+                self.resume.close()
+            self.data = self.resume = None
+            self.callbacks = []
+            self.preempted = False
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether Keras's loop itself is asking, and no callback."""
+        return (
+            self._loop_thread is threading.current_thread() and self._in_callbacks == 0
+        )
+
+    def requested(self, flag: str) -> bool:
+        if self.preempted and flag == "stop_training":
+            return True
+        return bool(self.model.__dict__.get(flag, False))
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether some rank asked to stop the training; the same on all ranks."""
+        return self.agreed["stop_training"]
+
+    def agree_to_stop(self) -> None:
+        """At the end of an epoch. Must be called on every rank."""
+        request = tf.constant([int(self.requested("stop_training"))])
+        stop = reduce_tensor(request, "max", "kerasmgpu.stop")
+        self.agreed["stop_training"] |= bool(stop[0] > 0)
+
+    def meet(self, method: str, **facts: Any) -> None:
+        """Refuses a call that the other ranks do not make alike.
+
+        Must be called on every rank.
+        """
+        report.used(method)
+        calls = all_gather_object((method, facts))
+        for rank, call in enumerate(calls):
+            if call != calls[0]:
+                raise RankMismatchError(
+                    f"Rank {topology().rank} of {topology().size}: the ranks do not "
+                    f"make the same call. Rank 0 calls {_call_text(calls[0])}, rank "
+                    f"{rank} calls {_call_text(call)}. Expected the same on every rank."
+                )
+        state.share_host_random_state()
+
+    # State --------------------------------------------------------------------------
+
+    def wrap_optimizers(self) -> list[Any]:
+        optimizers = state.optimizers_of(self.model)
+        for optimizer in optimizers:
+            wrap_optimizer(
+                optimizer, self.gradient_reduction, self.gradient_compression
+            )
+        return optimizers
+
+    def send_state(self) -> None:
+        """Compares the ranks' models and sends rank 0's state to all."""
+        optimizers = state.optimizers_of(self.model)
+        state.check_same_structure(self.model, optimizers)
+        state.broadcast_state(self.model, optimizers)
+        state.separate_random_states(self.model)
+
+    def prepare_training(self) -> None:
+        optimizers = state.optimizers_of(self.model)
+        self.send_state()
+        state.gather_accumulators(optimizers, add_up=self.accumulated_apart)
+        self.accumulated_apart = True
+        if self.resume is not None:
+            self.resume.restore_random()
+
+    def prepare_testing(self) -> None:
+        if not self.fitting:  # the ranks of a fit hold the same already
+            self.send_state()
+
+    def describe_data(self, data: FitData, steps_per_epoch: int | None) -> None:
+        """Notes what callbacks ask of the data. Must be called on every rank."""
+        self.data = data
+        self.steps_per_epoch = steps_per_epoch
+        self.length_unknown = data.num_batches is None
+        rows: list[int | None] = [data.rows_per_batch()]
+        if self.spans_ranks and self.sharding == "none":
+            rows = all_gather_object(rows[0])
+        known = [number for number in rows if number is not None]
+        self.global_batch_size = sum(known) if len(known) == len(rows) else None
+
+    def log_names(self) -> set[str]:
+        """Names in the logs of an epoch, or nothing where that is not known yet.
+
+        A custom `train_step`, and callbacks of the user's, may add others.
+        """
+        model = self.model
+        modules = [type(c).__module__.split(".")[0] for c in self.callbacks]
+        plain = plain_class(model)
+        if (
+            not model.built
+            or getattr(plain, "train_step", None) is not keras.Model.train_step
+            or set(modules) - {"keras", "kerasmgpu"}
+        ):
+            return set()
+        build_from_spec(model, self.data.batch_spec)
+        names = {*model.get_metrics_result(), "learning_rate"}
+        return names | {f"val_{n}" for n in names if self.has_validation}
+
+    def begin_resume(self) -> Resume:
+        """Must be called on every rank, before the data of a `fit` is made."""
+        self.resume = Resume(self, self.first_epoch)
+        return self.resume
+
+    def retrace(self) -> None:
+        """Makes a new train function: a callback has changed what a step does."""
+        self.model.train_function = None
+        self.model.make_train_function(force=True)
+        if self.resume is not None:
+            self.resume.train_function_made()
+
+    def global_logs(self, logs: Any) -> dict[str, Any]:
+        """A batch's logs over all ranks. Must be called on every rank."""
+        model = self.model
+        result = dict(model._get_metrics_result_or_logs(dict(logs or {})))
+        model._put_metrics_back()
+        return result
+
+    def complete_rank_zero(self) -> None:
+        """Before callbacks may save at the end of an epoch: rank 0 has all there is."""
+        state.gather_accumulators(state.optimizers_of(self.model), add_up=True)
+
+    def make_step(self, step: Any, training: bool) -> StepFunction:
+        flag = "stop_training" if training else "stop_evaluating"
+        return StepFunction(
+            self.model,
+            step,
+            training=training,
+            same_batches=self.sharding == "batch",
+            prepare=self.prepare_training if training else self.prepare_testing,
+            stop_requested=lambda: self.requested(flag),
+            finished=lambda function: self._step_finished(function, flag),
+        )
+
+    def _step_finished(self, function: StepFunction, flag: str) -> None:
+        self.last_step = function
+        self.agreed[flag] |= function.stop_agreed
+
+
+class AgreedFlag:
+    """`model.stop_training`: callbacks read what they set, the loop what was agreed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, model: Any, owner: Any = None) -> Any:
+        if model is None:
+            return self
+        session = session_of(model)
+        if session is not None and session.in_loop and session.spans_ranks:
+            return session.agreed[self.name]
+        return bool(model.__dict__.get(self.name, False))
+
+    def __set__(self, model: Any, value: Any) -> None:
+        session = session_of(model)
+        if session is not None and session.in_loop:
+            session.agreed[self.name] = False  # Keras resets it before the loop
+        model.__dict__[self.name] = bool(value)
+
+
+def session_of(model: Any) -> Session | None:
+    """The session of a wrapped model, or None."""
+    session = model.__dict__.get("_kerasmgpu")
+    return session if isinstance(session, Session) else None
+
+
+def spanning(model: Any) -> Session | None:
+    session = session_of(model)
+    return session if session is not None and session.spans_ranks else None
+
+
+def _call_text(call: Any) -> str:
+    method, facts = call
+    return f"{method}({', '.join(f'{k}={v!r}' for k, v in facts.items())})"
