@@ -1,4 +1,4 @@
-# make demo | test | lint: each sets up .venv first if that is missing or out of date.
+# make demo | test | soak | lint: each sets up .venv first if that is missing or out of date.
 # PYTHON=python3.12 selects the interpreter, PYTEST_ARGS="-k name" is for pytest.
 
 VENV := .venv
@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # Open MPI, pytest and the examples look programs up in PATH.
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONUNBUFFERED=1
 
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test soak lint clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -43,6 +43,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(RUN) pytest $(PYTEST_ARGS)
+
+soak: $(STAMP)
+	$(RUN) pytest -m soak $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(RUN) ruff check .

@@ -212,14 +212,14 @@ class Member:
                 peer = _Peer(sock)
                 self._selector.register(peer, selectors.EVENT_READ, peer)
             return
-        for message in source.receive():
-            if source is self._launcher:
-                if message.get("kind") == "ask":
-                    source.send({"kind": "state", **self._own_state()})
-            elif source is self._hub:
+        speaker: _Peer = source
+        for message in speaker.receive():
+            if speaker is self._hub:
                 self._hear_hub(message)
-            else:
-                self._hear_peer(source, message)
+            elif speaker is not self._launcher:
+                self._hear_peer(speaker, message)
+            elif message.get("kind") == "ask":
+                speaker.send({"kind": "state", **self._own_state()})
         if source.closed:
             self._selector.unregister(source)
             source.sock.close()

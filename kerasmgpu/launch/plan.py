@@ -62,9 +62,18 @@ def make_plan(spec: JobSpec, environ: Mapping[str, str] = os.environ) -> Plan:
     user = {name: value for name, value in environ.items() if not _is_outer(name)}
     launcher = _choose_launcher(spec)
     warnings = list(_warnings(spec))
+    slurm_mpi: str | None = None
+    if launcher == "srun":
+        try:
+            slurm_mpi = _slurm_mpi(user)
+        except LaunchError as error:
+            if spec.launcher == "srun":
+                raise
+            launcher = "mpirun"
+            warnings.append(f"{error} Going on with mpirun.")
     mpi: flavours.Flavour | None = None
     if launcher == "srun":
-        argv = commands.srun_command(spec, mpi=_slurm_mpi(user))
+        argv = commands.srun_command(spec, mpi=slurm_mpi)
         title = "srun"
         # The library that srun's ranks load is the one Horovod was built for.
         family = "mpich" if horovod_mpi_family() == "MPICH" else "openmpi"
@@ -133,17 +142,31 @@ def _warnings(spec: JobSpec) -> list[str]:
 
 
 def _slurm_mpi(environ: Mapping[str, str]) -> str | None:
-    """The value for srun's --mpi; the user's and the cluster's own choice wins."""
+    """The value for srun's --mpi; the user's and the cluster's own choice wins.
+
+    Raises:
+        LaunchError: Slurm here cannot tell MPI's processes of each other.
+    """
     if "SLURM_MPI_TYPE" in environ:
         return None
-    try:
-        listed = subprocess.run(
-            ["srun", "--mpi=list"], capture_output=True, text=True, timeout=20
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    types = (listed.stdout + listed.stderr).split()
-    return next((name for name in ("pmix", "pmi2") if name in types), None)
+    types = ("pmi2", "pmix") if horovod_mpi_family() == "MPICH" else ("pmix",)
+    said = ""
+    for name in types:
+        # `srun --mpi=list` also names what cannot be loaded: try it.
+        trial = ["srun", "--ntasks=1", "--overlap", f"--mpi={name}", "true"]
+        try:
+            result = subprocess.run(trial, capture_output=True, text=True, timeout=30)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            said = str(error)
+            continue
+        if result.returncode == 0:
+            return name
+        said = result.stderr.strip()
+    raise LaunchError(
+        f"srun does not work with --mpi={' or '.join(types)} here "
+        f"({said.splitlines()[0] if said else 'no answer'}). Set SLURM_MPI_TYPE to "
+        "what this cluster has, or use --launcher mpirun."
+    )
 
 
 def _starter_settings(spec: JobSpec, mpi: flavours.Flavour | None) -> dict[str, str]:
