@@ -238,14 +238,18 @@ def _call(
     tensor: tf.Tensor,
     name: str | None,
     kind: str,
+    why: str | None = None,
     **options: Any,
 ) -> tf.Tensor:
-    """Runs a named Horovod operation, in the graph being traced or at once."""
+    """Runs a named Horovod operation, in the graph being traced or at once.
+
+    `why` tells, where this rank has to wait long, what it waits in.
+    """
     if not tf.executing_eagerly():
         return operation(tensor, name or _position_name(kind), **options)
     name = name or f"kerasmgpu.{kind}"
     function = _eager_function(operation, tensor.dtype, name, **options)
-    with waiting_for_ranks(f"the collective {name}"):
+    with waiting_for_ranks(why or f"the collective {name}"):
         return function(tensor)
 
 
@@ -286,11 +290,13 @@ def reduce_tensor(tensor: tf.Tensor, op: str, name: str | None = None) -> tf.Ten
     return _call(_horovod_reduce, tensor, name, f"all_reduce.{op}", op=op)
 
 
-def gather_tensor(tensor: tf.Tensor, name: str | None = None) -> tf.Tensor:
+def gather_tensor(
+    tensor: tf.Tensor, name: str | None = None, why: str | None = None
+) -> tf.Tensor:
     """All-gather of one tensor along its first dimension, without a gradient."""
     if topology().size == 1:
         return tensor
-    return _call(_horovod_gather, tensor, name, "all_gather")
+    return _call(_horovod_gather, tensor, name, "all_gather", why)
 
 
 def broadcast_tensor(
@@ -488,13 +494,18 @@ def broadcast_object(obj: Any, root_rank: int = 0) -> Any:
     return obj if mine else pickle.loads(received.numpy().tobytes())
 
 
-def all_gather_object(obj: Any) -> list[Any]:
-    """Every rank's object, in rank order. Must be called on every rank, eagerly."""
+def all_gather_object(obj: Any, why: str | None = None) -> list[Any]:
+    """Every rank's object, in rank order. Must be called on every rank, eagerly.
+
+    Args:
+        obj: anything that can be pickled.
+        why: what to say this rank waits in, where others do not come.
+    """
     if topology().size == 1:
         return [obj]
     data = np.frombuffer(cloudpickle.dumps(obj), np.uint8)
     lengths = gather_tensor(
-        tf.constant([len(data)], tf.int64), "kerasmgpu.objects.lengths"
+        tf.constant([len(data)], tf.int64), "kerasmgpu.objects.lengths", why
     ).numpy()
     joined = gather_tensor(tf.constant(data), "kerasmgpu.objects.bytes").numpy()
     ends = np.cumsum(lengths)

@@ -130,7 +130,7 @@ class Session:
         Must be called on every rank.
         """
         report.used(method)
-        calls = all_gather_object((method, facts))
+        calls = all_gather_object((method, facts), f"the start of {method}()")
         for rank, call in enumerate(calls):
             if call != calls[0]:
                 raise RankMismatchError(

@@ -27,7 +27,7 @@ from kerasmgpu.layers.batch_norm import synchronized_moments
 from kerasmgpu.losses import scaled_losses
 from kerasmgpu.metrics import FAILED, UNKNOWN, refuse, watched_metrics
 from kerasmgpu.optimizer import applying
-from kerasmgpu.state import is_seed_state
+from kerasmgpu.state import is_seed_state, optimizers_of
 
 
 class StepFunction:
@@ -74,6 +74,7 @@ class StepFunction:
         self._trial_names: list[str] = []
         self._trials_left = 10
         self._prepared = False
+        self._variables_sent = 0
         self._ended: Any = None
         self._kind = "train" if training else "test"
         one_step = tf.autograph.experimental.do_not_convert(self._run_step)
@@ -92,6 +93,7 @@ class StepFunction:
 
     def __call__(self, iterator: Any) -> Any:
         if iterator is self._ended:
+            self._end_as_keras_does()
             raise StopIteration
         flags = (
             tf.constant(float(self.stop_requested()), tf.float64),
@@ -112,6 +114,8 @@ class StepFunction:
             logs, sums, meta, trials = function(first, *flags)
             sums, meta = np.asarray(sums), np.asarray(meta)
         self.steps_taken += 1
+        if len(self.model.variables) != self._variables_sent:
+            self._prepare_once()  # run eagerly, a step has made more of them
         agreed = control.read(sums, self.same_batches)
         self.share = float(meta[control.META_ROWS] / sums[control.ROWS])
         self.stop_agreed = agreed.stop
@@ -123,6 +127,7 @@ class StepFunction:
     def _prepare_once(self) -> None:
         self.prepare()
         self._prepared = True
+        self._variables_sent = len(self.model.variables)
 
     @property
     def data_ended(self) -> bool:
@@ -140,6 +145,23 @@ class StepFunction:
     def end_of(self, iterator: Any) -> None:
         """Notes that an iterator has no more batches."""
         self._ended = iterator
+
+    def _end_as_keras_does(self) -> None:
+        """What plain Keras leaves behind where data ends without a known length.
+
+        There the end is met by starting a step whose batch does not come. What does
+        not depend on the batch takes place all the same: the optimizer's count goes up
+        and weights decay (Keras 3.15, TensorFlow's `OutOfRangeError`).
+        """
+        model = self.model
+        if not self.training or model.run_eagerly or model.steps_per_execution > 1:
+            return
+        for optimizer in optimizers_of(model):
+            if hasattr(optimizer, "inner_optimizer") or not optimizer.built:
+                continue
+            optimizer._iterations.assign_add(1)
+            if not optimizer.gradient_accumulation_steps:
+                optimizer._apply_weight_decay(optimizer._trainable_variables)
 
     def _build(self, function: Any, first: Any, flags: Any) -> None:
         """Creates all variables, in the order in which plain Keras would."""

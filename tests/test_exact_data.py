@@ -85,6 +85,27 @@ def test_dataset_of_unknown_length():
     check(build, lambda: batches().filter(lambda *_: True))
 
 
+@pytest.mark.parametrize("name", ["adam", "decay", "loss_scale", "accumulation"])
+def test_what_keras_does_at_an_end_it_did_not_know(name):
+    """Without a known length, Keras counts a step, and decays, once more an epoch."""
+    K = keras.optimizers
+    make = {
+        "adam": lambda: K.Adam(0.01, epsilon=1e-4),
+        "decay": lambda: K.SGD(0.1, weight_decay=0.1),
+        "loss_scale": lambda: K.LossScaleOptimizer(K.SGD(0.1, weight_decay=0.1)),
+        "accumulation": lambda: K.SGD(
+            0.1, weight_decay=0.1, gradient_accumulation_steps=3
+        ),
+    }[name]
+
+    def compiled():
+        model = dense_net()
+        model.compile(make(), cross_entropy())
+        return model
+
+    check(compiled, lambda: batches().filter(lambda *_: True), epochs=3)
+
+
 def test_endless_dataset():
     check(build, lambda: batches().repeat(), steps_per_epoch=5)
 
@@ -162,7 +183,9 @@ def test_generator_with_a_batch_smaller_than_the_ranks():
 
 def ragged_model():
     words = keras.Input((), dtype="string")
-    vectorize = keras.layers.TextVectorization(vocabulary=["a", "b", "c"])
+    vectorize = keras.layers.TextVectorization(
+        vocabulary=["a", "b", "c"], output_sequence_length=3
+    )
     x = keras.layers.Embedding(5, 4)(vectorize(words))
     x = keras.layers.GlobalAveragePooling1D()(x)
     model = keras.Model(words, keras.layers.Dense(4)(x))
