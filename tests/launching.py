@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).parents[1]
 PYTHON_BIN = str(Path(sys.executable).parent)
@@ -30,8 +32,30 @@ class Ended:
     seconds: float
 
     @property
+    def seconds_after_failure(self) -> float:
+        """From the first failure, as the launcher tells it, to the launcher's end."""
+        told = re.search(r"failed first, ([\d.]+) s after the start", self.err)
+        if told is None:
+            raise AssertionError(f"no failure was told:\n{self.err}")
+        return self.seconds - float(told[1])
+
+    @property
     def last_lines(self) -> str:
         return "\n".join(self.err.splitlines()[-30:])
+
+
+_unfinished: list[Job] = []
+
+
+@pytest.fixture(autouse=True)
+def no_job_outlives_its_test() -> Iterator[None]:
+    """To be imported by test files: ends what a failed test has left running."""
+    yield
+    while _unfinished:
+        job = _unfinished.pop()
+        if job.process.poll() is None:
+            job.kill()
+            job.process.wait()
 
 
 class Job:
@@ -50,6 +74,7 @@ class Job:
         **kwargs: object,
     ) -> None:
         self.mark = uuid.uuid4().hex
+        _unfinished.append(self)
         inherited = {
             name: value
             for name, value in os.environ.items()

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import PYTHON_BIN, Job
+from launching import PYTHON_BIN, Job, no_job_outlives_its_test  # noqa: F401
 
 from kerasmgpu import diagnostics
 

@@ -7,7 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import PROGRAMS, PYTHON_BIN, Ended, Job, run, wait_for
+from launching import (  # noqa: F401
+    PROGRAMS,
+    PYTHON_BIN,
+    Ended,
+    Job,
+    no_job_outlives_its_test,
+    run,
+    wait_for,
+)
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -35,6 +43,7 @@ def bare_mpirun(what: str) -> Ended:
 def test_exception(options: list[str]) -> None:
     ended = steps("raise", *options)
     assert ended.code == 1
+    assert ended.seconds_after_failure < 10
     last = ended.last_lines
     assert "ValueError: no such luck" in last
     assert "steps.py" in last
@@ -56,6 +65,7 @@ def test_exception(options: list[str]) -> None:
 def test_leaving_in_the_middle(what: str, code: int, told: str) -> None:
     ended = steps(what)
     assert ended.code == code, ended.err
+    assert ended.seconds_after_failure < 10
     assert f"rank 1 of 2 on host {_host()} failed first" in ended.last_lines
     assert told in ended.last_lines
 

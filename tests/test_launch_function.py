@@ -12,7 +12,7 @@ import nbclient
 import nbformat
 import psutil
 import pytest
-from launching import ROOT, Job
+from launching import ROOT, Job, no_job_outlives_its_test  # noqa: F401
 
 import kerasmgpu
 from kerasmgpu.errors import InvalidArgumentError, InvalidTypeError, LaunchError

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import PYTHON_BIN, python, run
+from launching import PYTHON_BIN, no_job_outlives_its_test, python, run  # noqa: F401
 
 pytestmark = pytest.mark.timeout(240)
 

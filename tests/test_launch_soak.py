@@ -14,7 +14,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import PROGRAMS, ROOT, Job, python, wait_for
+from launching import (  # noqa: F401
+    PROGRAMS,
+    ROOT,
+    Job,
+    no_job_outlives_its_test,
+    python,
+    wait_for,
+)
 
 sys.path.insert(0, str(Path(__file__).parent / "multihost"))
 

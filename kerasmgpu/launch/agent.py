@@ -29,7 +29,8 @@ from typing import Any
 
 from kerasmgpu.launch.wire import HIGH_WATER_BYTES, Connection, Message
 
-#: Seconds without a word from the launcher after which the agent gives up.
+#: Seconds without a word from the launcher after which an agent that has not yet
+#: started its program gives up; later, as the launcher says.
 LAUNCHER_SILENCE_SECONDS = 20.0
 HEARTBEAT_SECONDS = 2.0
 #: Between asking the program to end and killing it.
@@ -123,6 +124,7 @@ class Agent:
         self._kill_at: float | None = None
         self._heard_at = time.monotonic()
         self._sent_at = 0.0
+        self._silence_seconds: float | None = LAUNCHER_SILENCE_SECONDS
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._result_path: str | None = None
         self._dismissed = False
@@ -189,6 +191,7 @@ class Agent:
             self._dismissed = True
 
     def _start(self, message: Message) -> None:
+        self._silence_seconds = message["silence_seconds"]
         environ = _environment(message)
         ours, theirs = socket.socketpair()
         self._reports = Connection(ours)
@@ -270,7 +273,8 @@ class Agent:
     def _tick(self, now: float) -> None:
         if now - self._sent_at > HEARTBEAT_SECONDS:
             self._send({"type": "alive"})
-        if now - self._heard_at > LAUNCHER_SILENCE_SECONDS:
+        limit = self._silence_seconds
+        if limit is not None and now - self._heard_at > limit:
             self._connection.closed = True
             return
         self._throttle()

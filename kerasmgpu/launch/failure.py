@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
 from collections.abc import Sequence
 
 from kerasmgpu.launch.rank import RankState
+from kerasmgpu.launch.spec import JobSpec
 
 #: Lines that TensorFlow prints whatever happens.
 _CHATTER = re.compile(r"I\d{4} |WARNING: All log messages before absl")
@@ -98,6 +100,22 @@ def version_difference(ranks: Sequence[RankState]) -> str | None:
                 "Install the same one on all, in a folder of the same name"
             )
     return None
+
+
+def unused(spec: JobSpec, ranks: Sequence[RankState]) -> str:
+    """A warning where ranks of a Python program each worked alone, or ""."""
+    program = os.path.basename(spec.command[0])
+    if (
+        len(ranks) == 1
+        or not program.startswith("python")
+        or any(rank.used for rank in ranks)
+    ):
+        return ""
+    return (
+        f"kerasmgpu: WARNING: {len(ranks)} ranks ran, but no model was wrapped and no "
+        "collective was called: each rank worked alone. Call "
+        "`model = strategy.wrap(model)` with a kerasmgpu.HorovodStrategy()."
+    )
 
 
 def _waiting_lines(first: RankState, ranks: Sequence[RankState]) -> list[str]:

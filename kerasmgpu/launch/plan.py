@@ -96,6 +96,11 @@ def make_plan(spec: JobSpec, environ: Mapping[str, str] = os.environ) -> Plan:
             argv = []
     if mpi is not None:
         defaults["KERASMGPU_MPI"] = mpi.title
+        if user.get("HOROVOD_CPU_OPERATIONS", "").lower() == "gloo":
+            raise InvalidArgumentError(
+                "HOROVOD_CPU_OPERATIONS=gloo is set, and ranks started by MPI crash "
+                "with it (signal 11). Unset it, or start the job with --gloo."
+            )
     settings = {**user, **defaults, **spec.env, **_starter_settings(spec, mpi)}
     # MPICH, srun and horovodrun pass on all they have, horovodrun even as arguments
     # that everyone on the machine can read.
@@ -183,11 +188,15 @@ def _starter_settings(spec: JobSpec, mpi: flavours.Flavour | None) -> dict[str, 
 def _own_needs(environ: Mapping[str, str]) -> dict[str, str]:
     """What the starter itself needs on this machine: ssh's agent, Slurm, folders."""
     names = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "SSH_AUTH_SOCK", "TERM")
-    return {
+    needs = {
         name: value
         for name, value in environ.items()
-        if name in names or name.startswith("SLURM_")
+        if name in names or name.startswith(("SLURM_", "SRUN_"))
     }
+    if "SLURM_CPUS_PER_TASK" in environ:
+        # Since Slurm 22.05 srun no longer takes it from the allocation.
+        needs.setdefault("SRUN_CPUS_PER_TASK", environ["SLURM_CPUS_PER_TASK"])
+    return needs
 
 
 def _is_outer(name: str) -> bool:

@@ -81,6 +81,12 @@ class RankState:
             with self._lock:
                 self.connection.send(message)
 
+    def flush(self) -> None:
+        """Sends on what the socket did not take before."""
+        if self.connection is not None:
+            with self._lock:
+                self.connection.flush()
+
     @property
     def failed(self) -> bool:
         return self.why is not None or bool(self.exit_code) or self.left_early

@@ -17,34 +17,32 @@ import selectors
 import shlex
 import signal
 import socket
-import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from kerasmgpu.errors import LaunchError
 from kerasmgpu.launch import failure
 from kerasmgpu.launch.addresses import own_addresses
 from kerasmgpu.launch.output import Output
 from kerasmgpu.launch.plan import Plan
 from kerasmgpu.launch.rank import RankState
+from kerasmgpu.launch.signals import GRACE_SECONDS, noted_signals
 from kerasmgpu.launch.spec import JobSpec
+from kerasmgpu.launch.starter import Starter
 from kerasmgpu.launch.wire import Connection, Message
 
 #: After the first failure, for the others to say what they were waiting in.
 GATHER_SECONDS = 1.0
 #: Between SIGTERM and SIGKILL for the other ranks of a failed job.
 FAILED_GRACE_SECONDS = 2.0
-#: For ranks to end by themselves after a signal to the launcher. A preempted job
-#: saves its state after SIGTERM, so that takes longer.
-SIGNAL_GRACE_SECONDS = {signal.SIGINT: 4.0, signal.SIGHUP: 4.0, signal.SIGTERM: 25.0}
 #: Without a word from an agent for so long, its host is taken for unreachable.
 SILENCE_SECONDS = 14.0
 #: On one machine, once one rank has started the others must follow within this.
 STRAGGLER_SECONDS = 8.0
+#: An agent introduces itself in one line.
+MAX_GREETING_BYTES = 1 << 16
 #: A rank that has left with 0 is waited for by another for so long: a failure.
 LEFT_BEHIND_SECONDS = 5.0
 
@@ -89,9 +87,7 @@ class Runner:
         self._selector = selectors.DefaultSelector()
         self._ranks = [RankState(rank) for rank in range(spec.num_ranks)]
         self._strangers: set[Connection] = set()
-        self._starter: subprocess.Popen[bytes] | None = None
-        self._starter_lines: list[str] = []
-        self._starter_rest: dict[int, bytes] = {}
+        self._starter: Starter | None = None
         self._signals: list[int] = []
         self._started_at = time.monotonic()
         self._gone = False
@@ -108,12 +104,15 @@ class Runner:
         with contextlib.ExitStack() as stack:
             stack.callback(self._selector.close)
             stack.callback(listener.close)
-            stack.enter_context(self._signal_handlers())
+            self._signals = stack.enter_context(noted_signals(self._selector))
             environ = {**self._plan.environ, **self._addresses(listener)}
             if self._plan.local_environ is not None:
                 environ.update(stack.enter_context(self._local_environment()))
             stack.callback(self._end_everything)
-            self._start_starter(environ)
+            say = self._output.say if self._spec.verbose else None
+            if say is not None:
+                say(f"kerasmgpu: {shlex.join(self._plan.argv)}")
+            self._starter = Starter(self._plan.argv, environ, self._selector, say)
             pulse.start()
             stack.callback(alive.set)
             try:
@@ -154,60 +153,10 @@ class Runner:
                 json.dump(content, file)
             yield {"KERASMGPU_LOCAL_ENVIRONMENT": path}
 
-    @contextlib.contextmanager
-    def _signal_handlers(self) -> Iterator[None]:
-        """Notes signals while the job runs; only the main thread may."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        read, write = os.pipe()
-        for descriptor in (read, write):
-            os.set_blocking(descriptor, False)
-        self._selector.register(read, selectors.EVENT_READ, read)
-        old_wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        old = {}
-        for number in SIGNAL_GRACE_SECONDS:
-            ignored = signal.getsignal(number) is signal.SIG_IGN
-            if ignored and number == signal.SIGHUP:
-                continue  # `nohup` asks for that.
-            old[number] = signal.signal(
-                number, lambda received, _: self._signals.append(received)
-            )
-        try:
-            yield
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(old_wakeup)
-            self._selector.unregister(read)
-            os.close(read)
-            os.close(write)
-
-    def _start_starter(self, environ: dict[str, str]) -> None:
-        if self._spec.verbose:
-            self._output.say(f"kerasmgpu: {shlex.join(self._plan.argv)}")
-        try:
-            self._starter = subprocess.Popen(
-                self._plan.argv,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                # Ctrl-C on the terminal is ours to hand on.
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise LaunchError(f"{self._plan.argv[0]} cannot be run: {error}.") from None
-        for pipe in (self._starter.stdout, self._starter.stderr):
-            if pipe is not None:
-                os.set_blocking(pipe.fileno(), False)
-                self._selector.register(pipe, selectors.EVENT_READ, pipe)
-
     def _serve(self) -> None:
         last_turn = time.monotonic()
         while not self._over():
-            for key, mask in self._selector.select(0.1):
-                self._serve_one(key.data, mask)
+            self._serve_all(0.1)
             now = time.monotonic()
             if now - last_turn > 2:  # Blocked by a pager, or suspended.
                 for rank in self._ranks:
@@ -215,12 +164,16 @@ class Runner:
             last_turn = now
             self._tick(now)
 
+    def _serve_all(self, seconds: float) -> None:
+        for key, _ in self._selector.select(seconds):
+            self._serve_one(key.data)
+
     def _over(self) -> bool:
         if self._ending_at is not None and self._gone:
             return True
         return all(rank.ended for rank in self._ranks)
 
-    def _serve_one(self, data: Any, mask: int) -> None:
+    def _serve_one(self, data: Any) -> None:
         if isinstance(data, socket.socket):
             with contextlib.suppress(OSError):
                 sock, _ = data.accept()
@@ -231,31 +184,15 @@ class Runner:
         elif isinstance(data, Connection):
             for message in data.receive():
                 self._hear(data, message)
+            if data in self._strangers and data.num_unread_bytes > MAX_GREETING_BYTES:
+                data.closed = True  # Whoever this is, it is no agent.
             if data.closed:
                 self._lose(data)
         elif isinstance(data, int):
             with contextlib.suppress(BlockingIOError):
                 os.read(data, 512)
-        else:
-            self._read_starter(data)
-
-    def _read_starter(self, pipe: Any) -> None:
-        try:
-            chunk = os.read(pipe.fileno(), 1 << 16)
-        except BlockingIOError:
-            return
-        if not chunk:
-            self._selector.unregister(pipe)
-        text = self._starter_rest.get(pipe.fileno(), b"") + chunk
-        *lines, rest = text.split(b"\n")
-        if not chunk and rest:
-            lines.append(rest)
-            rest = b""
-        self._starter_rest[pipe.fileno()] = rest
-        shown = [line.decode(errors="replace").rstrip() for line in lines]
-        self._starter_lines = (self._starter_lines + shown)[-60:]
-        if self._spec.verbose and shown:
-            self._output.say("\n".join(shown))
+        elif self._starter is not None:
+            self._starter.read(data)
 
     def _hear(self, connection: Connection, message: Message) -> None:
         rank = next((r for r in self._ranks if r.connection is connection), None)
@@ -321,6 +258,9 @@ class Runner:
                 "size": len(self._ranks),
                 "local_size": peers,
                 "payload": payload,
+                # Here an agent sees the launcher's end at once; a launcher that is
+                # only suspended (Ctrl-Z) must not cost the job.
+                "silence_seconds": None if self._spec.is_local else SILENCE_SECONDS,
             }
             rank.send(message)
             rank.going = True
@@ -350,8 +290,7 @@ class Runner:
     def _tick(self, now: float) -> None:
         self._take_signals(now)
         for rank in self._ranks:
-            if rank.connection is not None:
-                rank.connection.flush()
+            rank.flush()
         if self._failed_at is None and self._ending_at is None:
             self._watch(now)
         if (
@@ -372,7 +311,7 @@ class Runner:
             self._stop_signal = number
             name = signal.Signals(number).name
             self._output.say(f"kerasmgpu: {name}: ending the job")
-            self._end(number, SIGNAL_GRACE_SECONDS[signal.Signals(number)])
+            self._end(number, GRACE_SECONDS[signal.Signals(number)])
 
     def _end(self, number: int, grace_seconds: float) -> None:
         """Asks all ranks to end, and has them killed after a grace."""
@@ -392,8 +331,9 @@ class Runner:
 
     def _watch(self, now: float) -> None:
         missing = [rank.rank for rank in self._ranks if rank.connection is None]
-        if self._starter is not None and self._starter.poll() is not None:
-            self._starter_ended(now, missing)
+        code = None if self._starter is None else self._starter.exit_code
+        if code is not None:
+            self._starter_ended(now, missing, code)
         elif missing:
             self._watch_start(now, missing)
         for rank in self._ranks:
@@ -419,8 +359,7 @@ class Runner:
                 "and --verbose"
             )
 
-    def _starter_ended(self, now: float, missing: list[int]) -> None:
-        code = self._starter.returncode if self._starter is not None else 0
+    def _starter_ended(self, now: float, missing: list[int], code: int) -> None:
         if missing:
             self._fail(
                 f"{self._plan.title} ended with exit code {code} before rank "
@@ -458,57 +397,28 @@ class Runner:
     def _pulse(self, stop: threading.Event) -> None:
         while not stop.wait(2.0):
             for rank in self._ranks:
-                if rank.connection is not None and rank.going:
-                    rank.send({"type": "alive"})
+                rank.send({"type": "alive"})
 
     def _end_everything(self) -> None:
         """Dismisses the agents, then makes sure that no process of ours is left."""
         for rank in self._ranks:
             rank.send({"type": "bye"})
-        if self._starter is None:
-            return
-        wait_seconds = 5.0 if self._ending_at is None else 1.5
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._wait_starter(wait_seconds)
-        if self._starter.poll() is None:
-            for number, seconds in ((signal.SIGTERM, 1.5), (signal.SIGKILL, 5.0)):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._starter.pid, number)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._wait_starter(seconds)
-                    break
+        if self._starter is not None:
+            self._starter.end(5.0 if self._ending_at is None else 1.5, self._serve_all)
         own_host = socket.gethostname()
         for rank in self._ranks:
             if rank.host == own_host:
                 rank.kill_locally()
-        for rank in self._ranks:
             if rank.connection is not None:
                 rank.connection.close()
         for connection in self._strangers:
             connection.close()
-        for pipe in (self._starter.stdout, self._starter.stderr):
-            if pipe is not None:
-                pipe.close()
-
-    def _wait_starter(self, seconds: float) -> None:
-        """Waits for the starter, reading what it prints so that it cannot block."""
-        if self._starter is None:
-            return
-        deadline = time.monotonic() + seconds
-        while self._starter.poll() is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(self._plan.argv, seconds)
-            for key, mask in self._selector.select(0.05):
-                if key.data in (self._starter.stdout, self._starter.stderr):
-                    self._read_starter(key.data)
-                elif isinstance(key.data, Connection | int):
-                    self._serve_one(key.data, mask)
 
     def _conclude(self) -> Outcome:
         if self._problem is not None:
             message = f"kerasmgpu: {self._problem}"
-            if not any(rank.going for rank in self._ranks):
-                message = "\n".join([*self._starter_lines[-20:], message])
+            if self._starter and not any(rank.going for rank in self._ranks):
+                message = "\n".join([*self._starter.last_lines, message])
             return Outcome(1, self._ranks, message=message)
         if self._stop_signal is not None:
             code = 128 + self._stop_signal
@@ -518,25 +428,10 @@ class Runner:
             return Outcome(code, self._ranks, stop_signal=self._stop_signal)
         first = failure.first_failure(self._ranks)
         if first is None:
-            return Outcome(0, self._ranks, message=self._unused_warning())
+            message = "" if self._payload else failure.unused(self._spec, self._ranks)
+            return Outcome(0, self._ranks, message=message)
         message = failure.summary(first, self._ranks, self._started_at)
         return Outcome(first.shell_code or 1, self._ranks, first, message)
-
-    def _unused_warning(self) -> str:
-        program = Path(self._spec.command[0]).name
-        if (
-            len(self._ranks) > 1
-            and self._payload is None
-            and program.startswith("python")
-            and not any(rank.used for rank in self._ranks)
-        ):
-            return (
-                f"kerasmgpu: WARNING: {len(self._ranks)} ranks ran, but no model was "
-                "wrapped and no collective was called: each rank worked alone. "
-                "Call `model = strategy.wrap(model)` with a "
-                "kerasmgpu.HorovodStrategy()."
-            )
-        return ""
 
 
 def _numbers(ranks: list[int]) -> str:

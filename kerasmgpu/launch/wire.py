@@ -33,6 +33,11 @@ class Connection:
     def num_unsent_bytes(self) -> int:
         return len(self._outgoing)
 
+    @property
+    def num_unread_bytes(self) -> int:
+        """Bytes of a line that has not arrived whole."""
+        return len(self._incoming)
+
     def send(self, message: Message) -> None:
         """Queues a message and sends what the socket takes now."""
         self._outgoing += json.dumps(message).encode() + b"\n"
