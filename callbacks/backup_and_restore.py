@@ -120,7 +120,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._kept: dict[str, Any] = {}
         self._handlers: dict[int, Any] = {}
         self._signal: int | None = None
-        self._epoch = self._batches = 0
+        self._epoch = 0
         self._since_saved = 0
         self._due = False
 
@@ -170,7 +170,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     # Saving ---------------------------------------------------------------------------
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._batches = done = batch + 1
+        done = batch + 1
         steps = self.params.get("steps")
         last = steps is not None and done >= steps
         if self.save_freq != "epoch":
@@ -185,7 +185,6 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._leave(leaving, f"epoch {self._epoch + 1}, batch {done}")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._session.resume.end_epoch(self._batches)
         leaving = self._preempted_rank(at_batch=False)
         epochs = self.params.get("epochs")
         over = (epochs is not None and epoch + 1 >= epochs) or self._stopping()

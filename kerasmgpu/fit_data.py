@@ -45,10 +45,6 @@ class FitData(DataAdapter):
     def num_batches(self) -> int | None:
         return self._num_batches
 
-    @num_batches.setter
-    def num_batches(self, number: int | None) -> None:
-        self._num_batches = number
-
     @property
     def batch_size(self) -> int | None:
         return self.source.batch_size

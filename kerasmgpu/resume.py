@@ -60,7 +60,6 @@ class Resume:
         self.session = session
         self.first_epoch = first_epoch
         self.position: Position | None = None
-        self._learned: int | None = None
         self._start_random = _host_random_state()
         self._epoch_random = self._start_random
         self._saved: dict[str, Any] | None = None
@@ -78,10 +77,6 @@ class Resume:
         self._epoch_random = mine["epoch"] if position.batch else mine["now"]
         if position.batch:
             self._restore_metrics(saved)
-
-    def end_epoch(self, num_batches: int) -> None:
-        """At the end of an epoch of `num_batches` batches."""
-        self._learned = self._learned or num_batches
 
     def take(self, epoch: int, batch: int, logs: Any) -> dict[str, Any]:
         """The state of the run, after `batch` batches of epoch `epoch`.
@@ -122,11 +117,8 @@ class Resume:
         }
 
     def _here(self, epoch: int, batch: int) -> Position:
-        session = self.session
-        number = session.data.num_batches
-        if number is None and session.steps_per_epoch is None:
-            number = self._learned
-        step = session.model.train_function
+        number = self.session.data.num_batches
+        step = self.session.model.train_function
         ended = bool(batch) and isinstance(step, StepFunction) and step.data_ended
         return Position(self.first_epoch, epoch, batch, number, ended)
 
@@ -141,7 +133,6 @@ class Resume:
         self._saved = saved if topology().is_rank_zero and saved else light
         self.position = Position(**light["position"])
         self.first_epoch = self.position.first_epoch
-        self._learned = self.position.num_batches
         mine = self._own_random()
         self._start_random = mine["start"]
         seed = light["tf_seed"]
@@ -173,14 +164,11 @@ class Resume:
         if session.spans_ranks:
             session.send_state()
         epochs = position.epoch - position.first_epoch
-        if data.num_batches is None and epochs > 0:
-            data.num_batches = position.num_batches
         model._initial_epoch = position.epoch
         made, taken = iterators_made(
             epochs,
             session.steps_per_epoch,
             position.num_batches,
-            first_unknown=session.length_unknown,
         )
         data.replay = lambda: self._replay(epochs, made)
         if position.batch or taken:
@@ -302,13 +290,12 @@ def iterators_made(
     epochs: int,
     steps_per_epoch: int | None,
     num_batches: int | None,
-    first_unknown: bool,
 ) -> tuple[int, int]:
     """What Keras's `EpochIterator` has made of a dataset in `epochs` whole epochs.
 
-    Without `steps_per_epoch` it makes one iterator when an epoch begins and another,
-    which it drops, when it ends; in a first epoch of unknown length only one. With
-    `steps_per_epoch` an iterator lives on from epoch to epoch.
+    Without `steps_per_epoch` it makes one iterator when an epoch begins and, where the
+    length is known, another when it ends, which it drops. With `steps_per_epoch` an
+    iterator lives on from epoch to epoch.
 
     Returns:
         How many iterators were made before the one that comes next, and how many
@@ -317,7 +304,7 @@ def iterators_made(
     if epochs == 0:
         return 0, 0
     if steps_per_epoch is None:
-        return 2 * epochs - int(first_unknown), 0
+        return epochs if num_batches is None else 2 * epochs, 0
     made, seen = 1, 0
     for _ in range(epochs):
         if num_batches is None:

@@ -56,7 +56,6 @@ class Session:
         self.data: Any = None
         self.global_batch_size: int | None = None
         self.steps_per_epoch: int | None = None
-        self.length_unknown = False
         self.has_validation = False
         self.first_epoch = 0
         self.resume: Resume | None = None
@@ -173,7 +172,6 @@ class Session:
         """Notes what callbacks ask of the data. Must be called on every rank."""
         self.data = data
         self.steps_per_epoch = steps_per_epoch
-        self.length_unknown = data.num_batches is None
         rows: list[int | None] = [data.rows_per_batch()]
         if self.spans_ranks and self.sharding == "none":
             rows = all_gather_object(rows[0])
