@@ -144,7 +144,7 @@ def read(control: np.ndarray, same_batches: bool) -> Agreement:
                 'batches on every rank (sharding="batch"). Give every rank the same '
                 'data, or HorovodStrategy(sharding="none") where each brings its own.'
             )
-    return Agreement(stop=control[STOP] > 0, more=control[MORE] > 0)
+    return Agreement(stop=bool(control[STOP] > 0), more=bool(control[MORE] > 0))
 
 
 _DIFFERENT_DATA = (

@@ -155,7 +155,7 @@ class RankedModel(_Base):
             if isinstance(function, StepFunction):
                 function.start_over()
         self._initial_epoch = None
-        session.agreed["stop_training"] = False
+        session.clear_stop("stop_training")
         with session.loop_running(), session.fitted():
             return super().fit(
                 x=data,
@@ -215,6 +215,7 @@ class RankedModel(_Base):
         if session is None:
             with _own_functions(self, "test_function"):
                 return super().evaluate(**given, **kwargs)
+        session.clear_stop("stop_evaluating")
         if kwargs.get("_use_cached_eval_dataset"):  # the validation of `fit`
             return super().evaluate(**given, **kwargs)
         self._assert_compile_called("evaluate")

@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from kerasmgpu import report, state
+from kerasmgpu.calibration import seconds_alone
 from kerasmgpu.collectives import all_gather_object, reduce_tensor, topology
 from kerasmgpu.errors import RankMismatchError
 from kerasmgpu.fit_data import FitData
@@ -22,6 +23,7 @@ from kerasmgpu.keras_compat import build_from_spec
 from kerasmgpu.optimizer import plain_class, wrap_optimizer
 from kerasmgpu.resume import Resume
 from kerasmgpu.step import StepFunction
+from kerasmgpu.timing import StepTimers
 
 _STOP_FLAGS = ("stop_training", "stop_evaluating")
 
@@ -61,6 +63,7 @@ class Session:
         self.resume: Resume | None = None
         self.callbacks: list[Any] = []
         self.preempted = False
+        self.timers: StepTimers | None = None
         self._in_callbacks = 0
         self._loop_thread: threading.Thread | None = None
 
@@ -112,6 +115,10 @@ class Session:
             return True
         return bool(self.model.__dict__.get(flag, False))
 
+    def clear_stop(self, flag: str) -> None:
+        """Before a loop: nobody has asked to stop."""
+        self.model.__dict__[flag] = self.agreed[flag] = False
+
     @property
     def stop_agreed(self) -> bool:
         """Whether some rank asked to stop the training; the same on all ranks."""
@@ -121,7 +128,7 @@ class Session:
         """At the end of an epoch. Must be called on every rank."""
         request = tf.constant([int(self.requested("stop_training"))])
         stop = reduce_tensor(request, "max", "kerasmgpu.stop")
-        self.agreed["stop_training"] |= bool(stop[0] > 0)
+        self.agreed["stop_training"] |= bool(stop.numpy()[0])
 
     def meet(self, method: str, **facts: Any) -> None:
         """Refuses a call that the other ranks do not make alike.
@@ -201,6 +208,25 @@ class Session:
         self.resume = Resume(self, self.first_epoch)
         return self.resume
 
+    def seconds_alone(self, steps: int) -> list[float] | None:
+        """As `calibration.seconds_alone`."""
+        return seconds_alone(self, steps)
+
+    def start_timers(self) -> StepTimers | None:
+        """Makes the steps note where they wait; None where no step is this package's.
+
+        Must be called on every rank.
+        """
+        if not self.spans_ranks:
+            return None
+        self.timers = self.timers or StepTimers()
+        self.retrace()
+        return self.timers
+
+    def stop_timers(self) -> None:
+        self.timers = None
+        self.model.train_function = None
+
     def retrace(self) -> None:
         """Makes a new train function: a callback has changed what a step does."""
         self.model.train_function = None
@@ -221,7 +247,7 @@ class Session:
 
     def make_step(self, step: Any, training: bool) -> StepFunction:
         flag = "stop_training" if training else "stop_evaluating"
-        return StepFunction(
+        function = StepFunction(
             self.model,
             step,
             training=training,
@@ -230,6 +256,8 @@ class Session:
             stop_requested=lambda: self.requested(flag),
             finished=lambda function: self._step_finished(function, flag),
         )
+        function.timers = self.timers if training else None
+        return function
 
     def _step_finished(self, function: StepFunction, flag: str) -> None:
         self.last_step = function
@@ -251,9 +279,6 @@ class AgreedFlag:
         return bool(model.__dict__.get(self.name, False))
 
     def __set__(self, model: Any, value: Any) -> None:
-        session = session_of(model)
-        if session is not None and session.in_loop:
-            session.agreed[self.name] = False  # Keras resets it before the loop
         model.__dict__[self.name] = bool(value)
 
 

@@ -70,10 +70,11 @@ def assert_same(
     ranked_result: Any,
     rtol: float = 1e-4,
     atol: float = 2e-6,
+    optimizer: bool = True,
 ) -> None:
     """Same weights, optimizer state and History, and bit-equal over the ranks."""
     assert_same_values(one.get_weights(), ranked.get_weights(), rtol, atol, "weights")
-    if one.optimizer is not None:
+    if optimizer and one.optimizer is not None:
         # What is being accumulated is all on rank 0 at the end of an epoch.
         apart = [] if topology().is_rank_zero else accumulators(ranked.optimizer)
         kept = [all(v is not a for a in apart) for v in ranked.optimizer.variables]

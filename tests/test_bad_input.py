@@ -65,7 +65,7 @@ def test_models_that_differ_in_layers():
 def test_optimizers_that_differ():
     x, y = classification(16)
     optimizer = "adam" if topology().rank else "sgd"
-    with pytest.raises(RuntimeError, match="SGD.*Adam"):
+    with pytest.raises(RuntimeError, match=r"SGD.*Adam"):
         strategy().wrap(build(optimizer=optimizer)).fit(x, y, verbose=0)
 
 
@@ -178,5 +178,5 @@ def test_learning_rate_rules():
 
 
 def test_shard_of_something_else():
-    with pytest.raises(TypeError, match="tf.data.Dataset"):
+    with pytest.raises(TypeError, match=r"tf\.data\.Dataset"):
         strategy().shard(np.zeros(3))

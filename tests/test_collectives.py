@@ -175,19 +175,21 @@ def test_debug_mode_compares_the_calls(monkeypatch):
 
 def test_rank_zero_first(everyone, tmp_path_factory):
     path = collectives.broadcast_object(str(tmp_path_factory.mktemp("first")))
-    with everyone.rank_zero_first():
-        with open(f"{path}/order", "a") as file:
-            file.write(str(topology().rank))
+    with everyone.rank_zero_first(), open(f"{path}/order", "a") as file:
+        file.write(str(topology().rank))
     collectives.barrier()
     with open(f"{path}/order") as file:
         assert file.read()[0] == "0"
 
 
 def test_rank_zero_first_that_fails(everyone):
-    with pytest.raises((OSError, RuntimeError), match="no disk"):
+    def download():
         with everyone.rank_zero_first():
             if everyone.is_rank_zero:
                 raise OSError("no disk")
+
+    with pytest.raises((OSError, RuntimeError), match="no disk"):
+        download()
 
 
 def test_ranks_and_seeds(everyone):

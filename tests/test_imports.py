@@ -33,10 +33,13 @@ ALLOWED: dict[str, set[str]] = {
     "collectives": BASE | {"report", "horovod_environment", "horovod_build"},
     "control": CORE,
     "fit_data": CORE,
+    "timing": set(),
+    "calibration": CORE | STEP,
     # `control` knows the step that the others take part in.
     **dict.fromkeys(STEP - {"control"}, CORE | {"control"}),
+    "optimizer": CORE | {"control", "timing"},
     "state": CORE | {"optimizer"},
-    "step": CORE | STEP | {"layers"},
+    "step": CORE | STEP | {"layers", "timing"},
     "data": CORE | {"control", "fit_data"},
     "resume": CORE | STEP | {"step", "fit_data", "callback_list"},
     "callback_list": CORE | {"data"},
@@ -45,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "model": CORE
     | STEP
     | {"step", "callback_list", "files", "predictions", "fit_data", "session"},
-    "session": CORE | STEP | {"step", "fit_data", "resume"},
+    "session": CORE | STEP | {"step", "fit_data", "resume", "timing", "calibration"},
     "strategy": CORE | STEP | {"model", "session"},
     "callbacks": BASE | {"collectives", "state", "files", "perf.model"},
     "layers": CORE | {"control"},

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kerasmgpu.errors import InvalidArgumentError, LaunchError
+from kerasmgpu.launch.agent import LineReader
 from kerasmgpu.launch.failure import first_failure, summary, version_difference
 from kerasmgpu.launch.plan import make_plan
 from kerasmgpu.launch.preflight import HostReport, probe_command, problems_of
@@ -179,3 +180,20 @@ def test_the_last_traceback_is_found() -> None:
     ]
     assert last_traceback(lines).splitlines() == [*lines[4:8]]
     assert last_traceback(["nothing"]) == ""
+
+
+def test_lines_that_are_redrawn_show_what_came_last() -> None:
+    reader = LineReader()
+    assert reader.feed(b"one\ntwo \xff\nthr") == ["one", "two \udcff"]
+    assert reader.partial() == "thr"
+    assert reader.feed(b"ee\n") == ["three"]
+    for step in range(5000):
+        assert reader.feed(b"\b" * 9 + b"\r" + b"step %d" % step) == []
+        assert reader.partial() == f"step {step}"
+    assert len(reader._rest) < 100
+    assert reader.feed(b" of many\r") == []
+    assert reader.partial() == "step 4999 of many"
+    assert reader.feed(b"done\n") == ["done"]
+    assert reader.feed(b"crlf\r\n") == ["crlf"]
+    reader.feed(b"no end")
+    assert reader.finish() == ["no end"]

@@ -134,6 +134,31 @@ def test_a_consequence_is_one_line_and_late() -> None:
     assert "while in step 7" in line
 
 
+def test_leaving_is_bounded_but_other_handlers_are_not(tmp_path: Path) -> None:
+    # A Horovod whose shutdown hangs (another rank is stopped), and one that does not.
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod" / "__init__.py").touch()
+    fake = tmp_path / "horovod" / "tensorflow.py"
+    code = (
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import atexit, horovod.tensorflow\n"
+        "from kerasmgpu.topology import Topology\n"
+        "atexit.register(lambda: (time.sleep(1.0), print('saved')))\n"
+        "report.install_failure_hooks()\n"
+        "report.EXIT_TIMEOUT_SECONDS = 0.5\n"
+        "report.start(Topology(1, 2, 1, 2), 5.0)\n"
+        "report.used('test')"
+    )
+    fake.write_text("def shutdown(): print('left')")
+    ended = on_a_rank(code)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "left\nsaved\n"
+    fake.write_text("import time\ndef shutdown(): time.sleep(60)")
+    ended = on_a_rank(code)
+    assert ended.returncode == 1
+    assert "could not leave the job in 0 s" in ended.stderr
+
+
 JOB = """
 import json, socket, subprocess
 from kerasmgpu.topology import Topology
