@@ -86,18 +86,19 @@ def exchange(meta: tf.Tensor, stop: tf.Tensor, name: str) -> tf.Tensor:
         float64 `(7,)`, the sums.
     """
     first, second = meta[META_PRINT], meta[META_PRINT_B]
-    vector = tf.stack(
-        [
-            meta[META_ROWS],
-            stop,
-            meta[META_MORE],
-            first,
-            first * first,
-            second,
-            second * second,
-        ]
-    )
-    return reduce_tensor(vector, "sum", name)
+    with tf.device("CPU:0"):  # read by Python at once, not behind a GPU's queue
+        vector = tf.stack(
+            [
+                meta[META_ROWS],
+                stop,
+                meta[META_MORE],
+                first,
+                first * first,
+                second,
+                second * second,
+            ]
+        )
+        return reduce_tensor(vector, "sum", name)
 
 
 def make_step(meta: tf.Tensor, control: tf.Tensor, training: bool) -> Step:

@@ -99,8 +99,9 @@ class RankedModel(_Base):
     ) -> Any:
         given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         session = session_of(self)
-        if session is None or session.local_depth > 0:
+        if session is None:
             return super().fit(**given)
+        session.refuse_local("fit")
         self._assert_compile_called("fit")
         spans_ranks = session.spans_ranks
         session.has_validation = bool(validation_split) or validation_data is not None
@@ -308,6 +309,8 @@ class RankedModel(_Base):
         class_weight: Any = None,
         return_dict: bool = False,
     ) -> Any:
+        if (own := session_of(self)) is not None:
+            own.refuse_local("train_on_batch")
         session = spanning(self)
         if session is None:
             return super().train_on_batch(

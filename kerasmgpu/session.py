@@ -17,7 +17,7 @@ import tensorflow as tf
 from kerasmgpu import report, state
 from kerasmgpu.calibration import seconds_alone
 from kerasmgpu.collectives import all_gather_object, reduce_tensor, topology
-from kerasmgpu.errors import RankMismatchError
+from kerasmgpu.errors import CollectiveError, RankMismatchError
 from kerasmgpu.fit_data import FitData
 from kerasmgpu.keras_compat import build_from_spec
 from kerasmgpu.optimizer import plain_class, wrap_optimizer
@@ -70,6 +70,15 @@ class Session:
     @property
     def spans_ranks(self) -> bool:
         return topology().size > 1 and self.local_depth == 0
+
+    def refuse_local(self, method: str) -> None:
+        """Training on one rank alone would let the ranks' weights drift apart."""
+        if self.local_depth > 0 and topology().size > 1:
+            raise CollectiveError(
+                f"Rank {topology().rank} of {topology().size}: expected evaluate or "
+                f"predict inside strategy.local(). Received: {method}(), after which "
+                "the ranks would hold different weights. Call it outside, on all ranks."
+            )
 
     # Agreeing ---------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 A test marked `@pytest.mark.world_size(n)` runs on n ranks: its body runs on every rank,
 and it passes where it passes on all. All tests of one file and size share one mpirun
-(starting TensorFlow dominates). A test that takes longer than its time-out, 180 s or
+(starting TensorFlow dominates). A test that takes longer than its time-out, 300 s or
 `world_size(n, timeout=seconds)`, ends the job and prints the stacks of all ranks; the
 tests after it run in a new job. Without mpirun or Horovod these tests fail.
 """

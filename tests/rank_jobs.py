@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import pytest
 
 FOLDER_VARIABLE = "KERASMGPU_TEST_FOLDER"
-DEFAULT_TIMEOUT_SECONDS = 180
+DEFAULT_TIMEOUT_SECONDS = 300
 #: How long a rank that has finished a test waits for the others to finish it.
 GRACE_SECONDS = 20
 START_SECONDS = 120

@@ -115,6 +115,18 @@ def test_local_needs_no_other_rank():
         assert values == pytest.approx(everywhere, rel=1e-4)
 
 
+def test_training_locally_is_refused():
+    x, y = classification(20)
+    model = dense_net()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    own = strategy()
+    own.wrap(model)
+    with own.local(), pytest.raises(RuntimeError, match=r"Received: fit\(\)"):
+        model.fit(x, y, verbose=0)
+    with own.local(), pytest.raises(RuntimeError, match="train_on_batch"):
+        model.train_on_batch(x, y)
+
+
 def test_predict_step_that_returns_no_rows():
     class Total(keras.Model):
         def call(self, x):
