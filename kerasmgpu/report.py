@@ -207,11 +207,25 @@ def _at_exit() -> None:
         )
     _tell_launcher({"kind": "leaving", "code": code})
     roll_call.leave(f"its program ended{'' if code is None else f' with code {code}'}")
-    threading.Thread(target=_force_exit, daemon=True).start()
+    _leave_horovod()
 
 
-def _force_exit() -> None:
-    time.sleep(EXIT_TIMEOUT_SECONDS)
+def _leave_horovod() -> None:
+    """Horovod's shutdown, which waits for the others, bounded.
+
+    Horovod would do the same at this place: its handler was registered just before
+    this module's, and finds nothing left to do. Handlers of others have all the time
+    they want.
+    """
+    # Looked up, not imported: where it is not loaded there is nothing to leave.
+    horovod = sys.modules.get("horovod.tensorflow")
+    if horovod is None:
+        return
+    leaving = threading.Thread(target=horovod.shutdown, daemon=True)
+    leaving.start()
+    leaving.join(EXIT_TIMEOUT_SECONDS)
+    if not leaving.is_alive():
+        return
     rank, size = _place()
     print(
         f"kerasmgpu: rank {rank} of {size} on host {hostname()} could not leave the "

@@ -84,6 +84,11 @@ class LineReader:
         if len(self._rest) > 1 << 20:
             lines.append(self._rest)
             self._rest = b""
+        elif b"\r" in self._rest:
+            # Keep what is shown: a bar is redrawn thousands of times.
+            ends_drawn = self._rest.endswith(b"\r")
+            pieces = [p for p in self._rest.replace(b"\b", b"").split(b"\r") if p]
+            self._rest = b"".join(pieces[-1:]) + (b"\r" if ends_drawn else b"")
         return [_shown(line) for line in lines]
 
     def partial(self) -> str:
@@ -278,7 +283,9 @@ class Agent:
             self._connection.closed = True
             return
         self._throttle()
-        partial = self._readers["stdout"].partial() if "stdout" in self._pipes else ""
+        # Only rank 0 draws a progress bar.
+        is_drawing = self._rank == 0 and "stdout" in self._pipes
+        partial = self._readers["stdout"].partial() if is_drawing else ""
         if partial != self._shown_partial:
             self._shown_partial = partial
             self._send({"type": "partial", "text": partial[:500]})

@@ -40,7 +40,7 @@ FAILED_GRACE_SECONDS = 2.0
 #: Without a word from an agent for so long, its host is taken for unreachable.
 SILENCE_SECONDS = 14.0
 #: On one machine, once one rank has started the others must follow within this.
-STRAGGLER_SECONDS = 8.0
+STRAGGLER_SECONDS = 6.0
 #: An agent introduces itself in one line.
 MAX_GREETING_BYTES = 1 << 16
 #: A rank that has left with 0 is waited for by another for so long: a failure.
