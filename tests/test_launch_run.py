@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -214,6 +215,35 @@ def test_signals_reach_every_rank(options: list[str], number: signal.Signals) ->
     ended = job.finish(10)
     assert ended.code == 128 + number
     job.assert_nothing_left()
+
+
+def test_a_closed_terminal_ends_the_job() -> None:
+    save = (
+        "import signal\n"
+        "def save(*_): open(os.environ['SAVED'] + str(rank), 'w'); sys.exit(1)\n"
+        "signal.signal(signal.SIGHUP, save)\n"
+        "print('ready', flush=True)\n"
+        "while True: time.sleep(0.1)"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder, "saved.")
+        starter = (
+            "import os, pty, sys, time\n"
+            "pid, terminal = pty.fork()\n"
+            "if pid == 0: os.execv(sys.argv[1], sys.argv[1:])\n"
+            "said = b''\n"
+            "while said.count(b'ready') < 2: said += os.read(terminal, 1000)\n"
+            "os.close(terminal)\n"
+            "os.waitpid(pid, 0)"
+        )
+        job = Job(
+            [sys.executable, "-m", "kerasmgpu", "run", "-np", "2", *python(save)],
+            command=[sys.executable, "-c", starter],
+            env={"SAVED": str(saved)},
+        )
+        assert job.finish(30).code == 0
+        job.assert_nothing_left()
+        assert sorted(os.listdir(folder)) == ["saved.0", "saved.1"]
 
 
 def test_ranks_may_take_their_time_to_save_after_sigterm() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import threading
 import time
@@ -82,12 +83,16 @@ class Output:
             self._drawn = not whole
             out = self._streams[stream]
             try:
-                out.write(text)
+                try:
+                    out.write(text)
+                except UnicodeEncodeError:
+                    encoding = getattr(out, "encoding", None) or "utf-8"
+                    out.write(text.encode(encoding, "replace").decode(encoding))
                 out.flush()
-            except UnicodeEncodeError:
-                encoding = getattr(out, "encoding", None) or "utf-8"
-                out.write(text.encode(encoding, "replace").decode(encoding))
-                out.flush()
+            except OSError as error:
+                # A closed terminal: SIGHUP tells so too, and ranks may save.
+                if error.errno != errno.EIO:
+                    raise
 
     def _keep(self, rank: int, stream: str, lines: list[str]) -> None:
         name = f"rank.{rank}.{'out' if stream == 'stdout' else 'err'}"

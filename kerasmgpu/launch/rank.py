@@ -132,6 +132,8 @@ class RankState:
         self.ended = True
         self.ended_at = time.monotonic()
         self.exit_code = int(message["code"])
+        if self.told_to_end and self.failed_at is not None and self.exit_code < 0:
+            self.exit_code = 1  # It had failed before it was ended.
         self.tail = [str(line) for line in message.get("tail", [])]
         if message.get("result"):
             self.result = base64.b64decode(message["result"])
