@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import functools
 import os
 import pickle
@@ -74,6 +75,9 @@ _PEER_LOST = (
 )
 
 _topology: Topology | None = None
+_alone: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "kerasmgpu_alone", default=False
+)
 _positions: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = (
     weakref.WeakKeyDictionary()
 )
@@ -139,7 +143,19 @@ def mark_used(what: str) -> None:
 
 def topology() -> Topology:
     """This process's place in the job; a job of one before `join`."""
+    if _alone.get():
+        return Topology()
     return _topology or Topology()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """While it lasts, this rank is a job of one: no collective reaches another."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
 
 
 @functools.cache

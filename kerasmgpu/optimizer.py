@@ -26,6 +26,7 @@ from kerasmgpu.collectives import (
 )
 from kerasmgpu.control import current_step
 from kerasmgpu.errors import InvalidArgumentError
+from kerasmgpu.timing import timed
 
 if TYPE_CHECKING:
     _Base: Any = keras.optimizers.Optimizer
@@ -178,9 +179,13 @@ class RankedOptimizer(_Base):
         if reducer is None or topology().size == 1 or len(grads) == 0:
             return super().apply(grads, trainable_variables)
         if not _weighed.get():
-            grads = reducer.weigh(grads)
-            if not _accumulates(self):
-                grads = reducer.reduce(grads)
+            own = grads
+
+            def exchange() -> list[Any]:
+                weighed = reducer.weigh(own)
+                return weighed if _accumulates(self) else reducer.reduce(weighed)
+
+            grads = timed("reduce", exchange, ready=list(own))
         token = _weighed.set(True)
         try:
             return super().apply(grads, trainable_variables)
@@ -194,7 +199,8 @@ class RankedOptimizer(_Base):
             and topology().size > 1
             and self.gradient_accumulation_steps
         ):
-            grads = reducer.reduce(grads)
+            own = grads
+            grads = timed("reduce", lambda: reducer.reduce(own), ready=list(own))
         return super()._clip_gradients(grads)
 
     def check_finite(self, grads: Any) -> Any:

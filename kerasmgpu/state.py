@@ -7,6 +7,7 @@ augmentation layers differ by rank afterwards, in a way that can be repeated.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -133,6 +134,12 @@ def structure(
         for variable in optimizer.variables:
             parts.append(_description(f"optimizer {position} variable", variable))
     return parts
+
+
+def structure_digest(model: Any) -> str:
+    """A short text that differs where two models differ in kinds, shapes or types."""
+    parts = [without_name(part) for part in structure(model, (), with_metrics=False)]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def without_name(description: tuple[Any, ...] | None) -> Any:

@@ -28,6 +28,7 @@ from kerasmgpu.losses import scaled_losses
 from kerasmgpu.metrics import FAILED, UNKNOWN, refuse, watched_metrics
 from kerasmgpu.optimizer import applying
 from kerasmgpu.state import is_seed_state, optimizers_of
+from kerasmgpu.timing import StepTimers, timed, timed_by
 
 
 class StepFunction:
@@ -47,6 +48,8 @@ class StepFunction:
         stop_agreed: whether any rank asked to stop in the last step.
         log_metrics: key of the logs → the metric whose result it is.
         share: this rank's share of the rows of the last batch.
+        total_rows: rows of the last global batch.
+        timers: where to note what steps wait for; to be set before the first call.
     """
 
     def __init__(
@@ -70,6 +73,8 @@ class StepFunction:
         self.stop_agreed = False
         self.log_metrics: dict[str, Any] = {}
         self.share = 0.0
+        self.total_rows = 0.0
+        self.timers: StepTimers | None = None
         self.steps_taken = 0
         self._trial_names: list[str] = []
         self._trials_left = 10
@@ -104,7 +109,7 @@ class StepFunction:
             data, meta = shard_batch(next(iter(iterator)))
             function, first = self._one_step, {DATA: data, META: meta}
         elif self.model.run_eagerly:
-            function, first = self._run_eagerly(iterator), iterator.get_next()
+            function, first = self._run_eagerly(iterator), self._next(iterator)
         else:
             function, first = self._many_steps, iterator
         if not self._prepared:
@@ -117,7 +122,8 @@ class StepFunction:
         if len(self.model.variables) != self._variables_sent:
             self._prepare_once()  # run eagerly, a step has made more of them
         agreed = control.read(sums, self.same_batches)
-        self.share = float(meta[control.META_ROWS] / sums[control.ROWS])
+        self.total_rows = float(sums[control.ROWS])
+        self.share = float(meta[control.META_ROWS] / self.total_rows)
         self.stop_agreed = agreed.stop
         self._check_trials(np.asarray(trials))
         self._ended = None if agreed.more else iterator
@@ -179,7 +185,7 @@ class StepFunction:
 
     def _run_steps(self, iterator: Any, stop: tf.Tensor, wanted: tf.Tensor) -> Any:
         """Up to `steps_per_execution` steps in one graph."""
-        outputs = self._one_step(iterator.get_next(), stop, wanted)
+        outputs = self._one_step(self._next(iterator), stop, wanted)
         steps = self.model.steps_per_execution
         if steps == 1:
             return outputs
@@ -190,19 +196,23 @@ class StepFunction:
 
         def another(number: tf.Tensor, outputs: Any) -> Any:
             with tf.control_dependencies(tf.nest.flatten(outputs)):
-                return number + 1, self._one_step(iterator.get_next(), stop, wanted)
+                return number + 1, self._one_step(self._next(iterator), stop, wanted)
 
         # One iteration at a time: two would have collectives of one name under way.
         return tf.while_loop(
             more, another, (tf.constant(1), outputs), parallel_iterations=1
         )[1]
 
+    def _next(self, iterator: Any) -> Any:
+        with timed_by(self.timers):
+            return timed("input", iterator.get_next, wait=True)
+
     def _run_eagerly(self, iterator: Any) -> Callable[..., Any]:
         def run(first: Any, stop: tf.Tensor, wanted: tf.Tensor) -> Any:
             outputs = self._run_step(first, stop, wanted)
             for _ in range(self.model.steps_per_execution - 1):
                 if outputs[1][control.MORE] > 0:
-                    outputs = self._run_step(iterator.get_next(), stop, wanted)
+                    outputs = self._run_step(self._next(iterator), stop, wanted)
             return outputs
 
         return run
@@ -220,6 +230,7 @@ class StepFunction:
             stack.enter_context(scaled_losses(model, self.same_batches))
             stack.enter_context(synchronized_moments(model))
             watch = stack.enter_context(watched_metrics(model, wanted))
+            stack.enter_context(timed_by(self.timers))
             logs = self.step(_plain(element[DATA]))
         average_moving_statistics(model, changed, step)
         if isinstance(logs, dict):
