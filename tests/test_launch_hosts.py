@@ -159,6 +159,21 @@ def test_the_cause_is_told_from_its_consequences() -> None:
     assert first_failure([rank_state(0, 1.0, 0)]) is None
 
 
+def test_who_waited_and_who_was_stopped_is_told() -> None:
+    first = rank_state(0, 1.0, 3)
+    waiting, stopped = rank_state(1, 1.0, None), rank_state(2, 1.1, 1)
+    waiting.take_report(
+        {"kind": "state", "waiting": True, "what": "step 4", "seconds": 2.0}
+    )
+    stopped.take_report(
+        {"kind": "failed", "traceback": "T\nLost: step 4", "is_consequence": True}
+    )
+    told = summary(first, [first, waiting, stopped], 0.0).splitlines()
+    assert "rank 0 of 3 on host h failed first, 1.0 s after the start" in told[0]
+    assert told[1] == "kerasmgpu: rank 1 (h) was waiting in step 4, for 2.0 s"
+    assert told[2] == "kerasmgpu: rank 2 (h) was stopped by that: Lost: step 4"
+
+
 def test_the_last_words_are_at_most_30_lines() -> None:
     trace = "Traceback (most recent call last):\n" + "  File\n" * 90 + "KeyError: 1"
     first = rank_state(0, 1.0, 1, traceback=trace)

@@ -121,18 +121,27 @@ def unused(spec: JobSpec, ranks: Sequence[RankState]) -> str:
 def _waiting_lines(first: RankState, ranks: Sequence[RankState]) -> list[str]:
     groups: dict[str, list[str]] = {}
     for rank in ranks:
-        if rank is first or rank.state is None:
-            continue
-        verb = "waiting in" if rank.state.waiting else "in"
-        if rank.state.what:
-            what = f"{verb} {rank.state.what}, for {rank.state.seconds:.1f} s"
-            groups.setdefault(what, []).append(f"{rank.rank} ({rank.host})")
+        doing = "" if rank is first else _doing(rank)
+        if doing:
+            groups.setdefault(doing, []).append(f"{rank.rank} ({rank.host})")
     lines = [
         f"kerasmgpu: rank {', '.join(names[:6])}"
-        f"{' and others' if len(names) > 6 else ''} was {what}"
-        for what, names in groups.items()
+        f"{' and others' if len(names) > 6 else ''} {doing}"
+        for doing, names in groups.items()
     ]
     return lines[:MAX_WAITING_LINES]
+
+
+def _doing(rank: RankState) -> str:
+    """What another rank did when the first failed, in words, or ""."""
+    state = rank.state
+    if state is not None and state.what:
+        verb = "was waiting in" if state.waiting else "was in"
+        return f"{verb} {state.what}, for {state.seconds:.1f} s"
+    if rank.is_consequence and rank.traceback:
+        last = rank.traceback.rstrip().rpartition("\n")[2]
+        return f"was stopped by that: {last[:200]}"
+    return ""
 
 
 def _left_at(rank: RankState) -> float:
