@@ -43,6 +43,20 @@ def test_results_by_rank(capfd: pytest.CaptureFixture[str]) -> None:
     assert sorted(out.splitlines()) == [f"[{rank}] at work" for rank in range(3)]
 
 
+def test_what_is_sent_is_for_this_user_alone() -> None:
+    def look() -> list[int]:
+        import os
+        import stat
+
+        path = os.environ["KERASMGPU_FUNCTION"]
+        return [
+            stat.S_IMODE(os.stat(name).st_mode)
+            for name in (path, os.path.dirname(path))
+        ]
+
+    assert kerasmgpu.run(look, num_proc=1) == [[0o600, 0o700]]
+
+
 def test_big_results_and_none() -> None:
     assert kerasmgpu.run(lambda: b"x" * 5_000_000, num_proc=1) == [b"x" * 5_000_000]
     assert kerasmgpu.run(lambda: None) == [None, None]

@@ -206,6 +206,7 @@ class Agent:
         if message.get("payload"):
             self._folder = tempfile.TemporaryDirectory(prefix="kerasmgpu-")
             payload = Path(self._folder.name, "function")
+            payload.touch(mode=0o600)
             payload.write_bytes(base64.b64decode(message["payload"]))
             self._result_path = str(Path(self._folder.name, "result"))
             environ["KERASMGPU_FUNCTION"] = str(payload)

@@ -48,6 +48,7 @@ def _describe(error: Exception) -> dict[str, Any]:
 def _leave(result: dict[str, Any]) -> None:
     path = Path(os.environ["KERASMGPU_RESULT"])
     unfinished = path.with_suffix(".part")
+    unfinished.touch(mode=0o600)
     unfinished.write_bytes(pickle.dumps(result))
     unfinished.rename(path)
 
