@@ -149,6 +149,10 @@ def _try_metric(
     metric: Any, update_state: Any, args: Any, kwargs: Any, wanted: tf.Tensor
 ) -> tf.Tensor:
     """Whether the states of two uneven parts of a batch add up to that of the whole."""
+    if not metric.variables or any(
+        isinstance(value, tf.Variable) for value in vars(metric).values()
+    ):
+        return tf.constant(FAILED)  # a state that Keras, and we, cannot see
     leaves = [
         tf.convert_to_tensor(leaf)
         for leaf in tree.flatten((args, kwargs))
@@ -206,8 +210,9 @@ def refuse(names: Sequence[str]) -> None:
     raise InvalidArgumentError(
         f"Rank {topology().rank} of {topology().size}: the metric(s) {listed} cannot "
         "be summed over ranks: the states of two parts of a batch do not add up to the "
-        "state of the whole (as with a running maximum, or a mean of batch means). "
-        "Expected variables that are sums over rows. Keep sums and counts in "
+        "state of the whole (as with a running maximum, or a mean of batch means), or "
+        "it keeps its state elsewhere than in Keras variables. Expected variables, "
+        "made with self.add_weight, that are sums over rows. Keep sums and counts in "
         "update_state and divide in result(), or compute the metric in a callback from "
         "model.predict."
     )

@@ -116,7 +116,24 @@ def test_function_that_returns_a_scalar():
     check(build, x, y, batch_size=8, validation_data=(x[:13], y[:13]))
 
 
-@pytest.mark.parametrize("metric", [RunningMaximum, MeanOfBatchMeans])
+class HiddenState(M.Metric):
+    """Keeps its state where Keras does not see it."""
+
+    def __init__(self):
+        super().__init__(name="hidden_state")
+        self.total = tf.Variable(0.0)
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(tf.reduce_sum(y_pred))
+
+    def result(self):
+        return self.total.read_value()
+
+    def reset_state(self):
+        self.total.assign(0.0)
+
+
+@pytest.mark.parametrize("metric", [RunningMaximum, MeanOfBatchMeans, HiddenState])
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_what_cannot_be_summed_is_refused(metric, run_eagerly):
     x, y = binary()
@@ -125,8 +142,9 @@ def test_what_cannot_be_summed_is_refused(metric, run_eagerly):
             build_with(metric, run_eagerly=run_eagerly),
             lambda m: m.fit(x, y, batch_size=8, verbose=0),
         )
-    name = "running_maximum" if metric is RunningMaximum else "mean_of_batch_means"
-    assert name in str(caught.value)
+    names = ("running_maximum", "mean_of_batch_means", "hidden_state")
+    place = (RunningMaximum, MeanOfBatchMeans, HiddenState).index(metric)
+    assert names[place] in str(caught.value)
 
 
 def test_evaluate_refuses_too():
