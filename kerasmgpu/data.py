@@ -45,6 +45,10 @@ DATA, META, ROW_IDS = "kerasmgpu_data", "kerasmgpu_meta", "kerasmgpu_row_ids"
 ROW_ID_STRIDE = 1 << 32
 
 
+#: AutoGraph would only take time over what is written for graphs already.
+_as_it_is = tf.autograph.experimental.do_not_convert
+
+
 def bounds(rows: Any, rank: int, size: int) -> tuple[Any, Any]:
     """The first row that rank `rank` of `size` takes, and the next rank's first."""
     return rows * rank // size, rows * (rank + 1) // size
@@ -108,19 +112,20 @@ class ShardedAdapter(FitData):
         else:
             batches = _map_batches(self.source.get_tf_dataset(), _own_batch)
         if self.with_row_ids:
-            numbered = batches.enumerate().map(_with_row_ids)
+            numbered = batches.enumerate().map(_as_it_is(_with_row_ids))
             return numbered.prefetch(tf.data.AUTOTUNE)
         if self._num_batches is not None:
             ended = self._end_known(batches)
         elif self._endless:
-            ended = batches.map(lambda item: _with_meta(item, True))
+            ended = batches.map(_as_it_is(lambda item: _with_meta(item, True)))
         else:
             ended = self._end_unknown(batches)
         return ended.prefetch(tf.data.AUTOTUNE)
 
     def _cut_batches(self) -> tf.data.Dataset:
         numbered = self.source.get_tf_dataset().enumerate()
-        return numbered.map(lambda number, batch: _cut(batch, number), tf.data.AUTOTUNE)
+        cut = _as_it_is(lambda number, batch: _cut(batch, number))
+        return numbered.map(cut, tf.data.AUTOTUNE)
 
     def _cut_arrays(self) -> tf.data.Dataset | None:
         """For arrays: batches of indices, of which only this rank's are gathered."""
@@ -151,10 +156,8 @@ class ShardedAdapter(FitData):
 
         numbered = indices.enumerate()
         zipped = tf.data.Dataset.zip((numbered, arrays_dataset))
-        return zipped.map(
-            lambda numbered, data: cut(numbered[0], numbered[1], data),
-            tf.data.AUTOTUNE,
-        )
+        one = _as_it_is(lambda numbered, data: cut(*numbered, data))
+        return zipped.map(one, tf.data.AUTOTUNE)
 
     def _end_known(self, batches: tf.data.Dataset) -> tf.data.Dataset:
         """Each rank has `num_batches` steps; one with fewer batches adds spare rows."""
@@ -164,7 +167,7 @@ class ShardedAdapter(FitData):
             batches = batches.concatenate(spare.take(number - self._own_batches))
         numbered = batches.enumerate()
         last = tf.constant(number - 1, tf.int64)
-        ended = numbered.map(lambda i, item: _with_meta(item, i < last))
+        ended = numbered.map(_as_it_is(lambda i, item: _with_meta(item, i < last)))
         return (
             ended.apply(tf.data.experimental.assert_cardinality(number))
             if (ended.cardinality() == tf.data.UNKNOWN_CARDINALITY)
@@ -189,7 +192,7 @@ class ShardedAdapter(FitData):
             rows = tf.where(counts, held["rows"], 0)
             return (following, more), _with_meta({**held, "rows": rows}, more)
 
-        return endless.scan(start, look_ahead).skip(1)
+        return endless.scan(start, _as_it_is(look_ahead)).skip(1)
 
 
 def shard_dataset(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -290,7 +293,8 @@ def _item(data: Any, rows: tf.Tensor, prints: tf.Tensor, low: Any) -> dict[str, 
 def _map_batches(dataset: tf.data.Dataset, function: Any) -> tf.data.Dataset:
     """`map` with the element as one argument (it would take a tuple apart)."""
     numbered = dataset.enumerate()
-    return numbered.map(lambda _, batch: function(batch), tf.data.AUTOTUNE)
+    one = _as_it_is(lambda _, batch: function(batch))
+    return numbered.map(one, tf.data.AUTOTUNE)
 
 
 def _cut(batch: Any, number: tf.Tensor) -> dict[str, Any]:
