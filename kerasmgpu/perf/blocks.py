@@ -1,0 +1,156 @@
+"""Blocks of measured processes: nothing else of ours runs while one is measured."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kerasmgpu.errors import LaunchError
+
+#: For TensorFlow to start, and for a rank to notice that another has failed.
+START_TIMEOUT_SECONDS = 240.0
+
+
+class Blocks:
+    """Measures one model, block by block.
+
+    Args:
+        model: the name of a workload.
+        seconds: time to measure in each block.
+        warmup_steps: steps before that.
+
+    Raises:
+        LaunchError: (each method) a measured process failed; with its last lines.
+    """
+
+    def __init__(self, model: str, seconds: float, warmup_steps: int = 30) -> None:
+        self.model = model
+        self.seconds = seconds
+        self.warmup_steps = warmup_steps
+        self.cores = sorted(os.sched_getaffinity(0))
+
+    def independent(self, count: int, share: int) -> list[dict[str, Any]]:
+        """Plain Keras processes that do not talk to each other, all at once.
+
+        Args:
+            count: how many.
+            share: cores for each, which no other gets.
+
+        Returns:
+            What each measured.
+        """
+        with tempfile.TemporaryDirectory(prefix="kerasmgpu-bench-") as folder:
+            commands = []
+            for index in range(count):
+                own = self.cores[index * share : (index + 1) * share]
+                options = ("--cores", ",".join(map(str, own)), "--index", str(index))
+                commands.append(
+                    self._program("plain", folder, "--count", str(count), *options)
+                )
+            return self._results(commands, folder, count)
+
+    def ranks(self, count: int) -> list[dict[str, Any]]:
+        """A wrapped model on the ranks of one job, as `kerasmgpu run` starts it.
+
+        Returns:
+            What each rank measured.
+        """
+        with tempfile.TemporaryDirectory(prefix="kerasmgpu-bench-") as folder:
+            program = self._program("ranks", folder, "--count", str(count))
+            launcher = [sys.executable, "-m", "kerasmgpu", "run", "-np", str(count)]
+            return self._results([[*launcher, "--", *program]], folder, count)
+
+    def pairs(self, wrapped_first: bool) -> list[list[float]]:
+        """A plain and a wrapped model by turns in one process.
+
+        Returns:
+            Median step seconds (plain, wrapped) of each turn.
+        """
+        with tempfile.TemporaryDirectory(prefix="kerasmgpu-bench-") as folder:
+            extra = ("--wrapped-first",) if wrapped_first else ()
+            command = self._program("pairs", folder, *extra)
+            pairs: list[list[float]] = self._results([command], folder, 1)[0]["pairs"]
+        if not pairs:
+            raise LaunchError(
+                f"One turn of {self.model} took longer than {self.seconds} s. Measure "
+                "for longer (--seconds)."
+            )
+        return pairs
+
+    def _program(self, kind: str, folder: str, *extra: str) -> list[str]:
+        program = [sys.executable, "-m", "kerasmgpu.perf.measure", kind, *extra]
+        program += ["--model", self.model, "--folder", folder]
+        program += ["--warmup-steps", str(self.warmup_steps)]
+        return [*program, "--seconds", str(self.seconds)]
+
+    def _results(
+        self, commands: Sequence[Sequence[str]], folder: str, count: int
+    ) -> list[dict[str, Any]]:
+        timeout_seconds = START_TIMEOUT_SECONDS + self.seconds * 2
+        with _running(commands, folder) as processes:
+            try:
+                for process in processes:
+                    process.wait(timeout_seconds)
+            except subprocess.TimeoutExpired:
+                raise LaunchError(
+                    f"A measured process had not ended after {timeout_seconds:.0f} s. "
+                    f"It printed last:\n{_last_lines(folder)}"
+                ) from None
+        codes = [process.returncode for process in processes]
+        if any(codes):
+            raise LaunchError(
+                f"A measured process failed (exit codes {codes}). It printed last:\n"
+                f"{_last_lines(folder)}"
+            )
+        results = []
+        for index in range(count):
+            path = Path(folder, f"result.{index}.json")
+            results.append(json.loads(path.read_text(encoding="utf-8")))
+        return results
+
+
+@contextlib.contextmanager
+def _running(
+    commands: Sequence[Sequence[str]], folder: str
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Starts programs; none is left when the block ends."""
+    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
+    processes: list[subprocess.Popen[bytes]] = []
+    with contextlib.ExitStack() as stack:
+        try:
+            for index, command in enumerate(commands):
+                printed = stack.enter_context(Path(folder, f"out.{index}").open("wb"))
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        env=environ,
+                        stdin=subprocess.DEVNULL,
+                        stdout=printed,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+            yield processes
+        finally:
+            for process in processes:
+                process.terminate()  # `kerasmgpu run` ends its ranks
+            for process in processes:
+                try:
+                    process.wait(15)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+def _last_lines(folder: str) -> str:
+    lines: list[str] = []
+    for path in sorted(Path(folder).glob("out.*")):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        lines += text.splitlines()[-15:]
+    return "\n".join(lines)

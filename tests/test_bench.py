@@ -1,0 +1,141 @@
+"""`kerasmgpu bench`: what it refuses, what it computes, and one small measurement."""
+
+from __future__ import annotations
+
+import json
+import os
+import types
+
+import numpy as np
+import psutil
+import pytest
+
+from kerasmgpu.cli import bench, main
+from kerasmgpu.errors import LaunchError
+from kerasmgpu.perf import blocks, measure, workloads
+
+CORES = len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--np", "0"], "different positive numbers, such as 1,2. Received: --np 0"),
+        (
+            ["--np", "two"],
+            "different positive numbers, such as 1,2. Received: --np two",
+        ),
+        (
+            ["--np", "1,1"],
+            "different positive numbers, such as 1,2. Received: --np 1,1",
+        ),
+        (["--np", "4096"], rf"there are {CORES} core(s). Received: --np 4096"),
+        (["--rounds", "0"], "--rounds and --seconds to be positive"),
+        (["--seconds", "0"], "--rounds and --seconds to be positive"),
+        (["--json", "/no/such/folder/out.json"], "Expected a FILE that can be written"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_measured(
+    arguments, message, capfd, monkeypatch
+):
+    monkeypatch.setattr(blocks.subprocess, "Popen", None)
+    assert main(["bench", *arguments]) == 1
+    assert message in capfd.readouterr().err
+
+
+def test_ratios_are_taken_within_a_round():
+    def rates(*values):
+        return [{"samples_per_second": value} for value in values]
+
+    rounds = [
+        {
+            "1: plain and wrapped": [[2.0, 2.2], [2.0, 2.0], [2.0, 2.1]],
+            "2: alone": rates(100.0),
+            "2: independent": rates(80.0, 90.0),
+            "2: ranks": rates(75.0, 75.0),
+        },
+        {
+            "1: plain and wrapped": [[4.0, 4.0]],
+            "2: alone": rates(50.0),
+            "2: independent": rates(50.0, 50.0),
+            "2: ranks": rates(40.0, 40.0),
+        },
+    ]
+    results = bench.summarize(rounds, [1, 2])
+    np.testing.assert_allclose(results["1"]["wrapped_to_plain"], [1.05, 1.0])
+    np.testing.assert_allclose(results["2"]["ceiling_to_alone"], [1.7, 2.0])
+    np.testing.assert_allclose(results["2"]["ranks_to_alone"], [1.5, 1.6])
+    np.testing.assert_allclose(results["2"]["ranks_to_ceiling"], [150 / 170, 0.8])
+
+
+def test_clock_times_steps_within_epochs_after_the_warm_up():
+    clock = measure.make_clock(warmup_steps=3)
+    clock.set_model(types.SimpleNamespace())
+    met = []
+    clock.meet = lambda: met.append(clock._seen)
+    for epoch in range(2):
+        clock.on_epoch_begin(epoch)
+        for batch in range(6):
+            clock.on_train_batch_end(batch)
+    # Epoch 0: three of warm-up, one that starts the clock, two. Epoch 1: six but one.
+    assert len(clock.step_seconds) == 2 + 5
+    assert met == [4]
+
+
+def test_clock_stops_the_training_when_its_time_is_over():
+    clock = measure.make_clock(warmup_steps=0, seconds=1e-9)
+    model = types.SimpleNamespace(stop_training=False)
+    clock.set_model(model)
+    clock.on_epoch_begin(0)
+    clock.on_train_batch_end(0)
+    assert not model.stop_training
+    clock.on_train_batch_end(1)
+    assert model.stop_training
+
+
+def test_a_process_that_fails_is_told_with_what_it_printed(monkeypatch):
+    monkeypatch.setattr(blocks, "START_TIMEOUT_SECONDS", 60.0)
+    with pytest.raises(LaunchError, match=r"(?s)exit codes \[2\].*invalid choice: 'x'"):
+        blocks.Blocks("x", seconds=1.0).independent(1, 1)
+
+
+def test_a_process_that_hangs_is_ended(monkeypatch):
+    monkeypatch.setattr(blocks, "START_TIMEOUT_SECONDS", 0.5)
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    with pytest.raises(LaunchError, match="had not ended after 1 s"):
+        blocks.Blocks("mlp", seconds=0.1).independent(1, 1)
+    after = {process.pid for process in psutil.Process().children(recursive=True)}
+    assert after <= before
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"), [("mnist_cnn", 1_199_882), ("resnet20", 272_474)]
+)
+def test_models_are_the_ones_they_are_called(name, weights):
+    workload = workloads.WORKLOADS[name]
+    model = workload.build(workload.input_shape)
+    assert sum(np.prod(w.shape) for w in model.trainable_weights) == weights
+
+
+@pytest.mark.skipif(CORES < 2, reason="a rank a core is measured")
+def test_a_small_measurement_and_its_record(tmp_path, capfd):
+    path = tmp_path / "record.json"
+    options = ("--model", "mlp", "--np", "1,2", "--rounds", "1", "--seconds", "0.5")
+    assert main(["bench", *options, "--json", str(path)]) == 0
+    printed = capfd.readouterr().out
+    assert "mlp, one process: ms a step" in printed
+    assert f"mlp, 2 processes, {CORES // 2} core(s) each" in printed
+    record = json.loads(path.read_text())
+    assert record["hardware"]["cores"] == CORES
+    assert {"python", "kerasmgpu", "keras", "horovod"} <= set(record["versions"])
+    raw = record["raw"]["rounds"]
+    assert record["results"] == bench.summarize(raw, [1, 2])
+    ones, twos = raw[0]["2: independent"]
+    assert set(ones["cores"]).isdisjoint(twos["cores"])
+    for ranks in (raw[0]["2: independent"], raw[0]["2: ranks"]):
+        for one in ranks:
+            # 64 rows a step; of the half second, what lies within epochs.
+            seconds = one["steps"] * 64 / one["samples_per_second"]
+            assert 0.01 < seconds < 30
+    ratio = record["results"]["2"]["ranks_to_ceiling"][0]
+    assert 0.01 < ratio < 3
