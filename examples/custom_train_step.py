@@ -57,8 +57,7 @@ class TwoPartModel(keras.Model):
         self.head_optimizer.apply(head_gradients, parts[1])
         for metric in self.metrics:
             if metric.name == "loss":
-                # Weighted by rows: ranks need not have the same number of them.
-                metric.update_state(loss, sample_weight=tf.shape(x)[0])
+                metric.update_state(loss)
         return self.compute_metrics(x, y, logits)
 
 
