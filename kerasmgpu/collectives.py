@@ -299,6 +299,7 @@ def _horovod_broadcast(tensor: tf.Tensor, name: str, *, root_rank: int) -> tf.Te
     return result
 
 
+@tf.autograph.experimental.do_not_convert
 def reduce_tensor(tensor: tf.Tensor, op: str, name: str | None = None) -> tf.Tensor:
     """All-reduce of one tensor of a type that Horovod takes, without a gradient."""
     if topology().size == 1:
@@ -306,6 +307,7 @@ def reduce_tensor(tensor: tf.Tensor, op: str, name: str | None = None) -> tf.Ten
     return _call(_horovod_reduce, tensor, name, f"all_reduce.{op}", op=op)
 
 
+@tf.autograph.experimental.do_not_convert
 def gather_tensor(
     tensor: tf.Tensor, name: str | None = None, why: str | None = None
 ) -> tf.Tensor:
@@ -315,6 +317,7 @@ def gather_tensor(
     return _call(_horovod_gather, tensor, name, "all_gather", why)
 
 
+@tf.autograph.experimental.do_not_convert
 def broadcast_tensor(
     tensor: tf.Tensor, root_rank: int = 0, name: str | None = None
 ) -> tf.Tensor:
@@ -388,6 +391,7 @@ def _broadcast_with_gradient(tensor: tf.Tensor, root_rank: int) -> tf.Tensor:
 # The public ones ----------------------------------------------------------------------
 
 
+@tf.autograph.experimental.do_not_convert
 def all_reduce(value: Any, op: str = "mean") -> Any:
     """The mean, sum, minimum or maximum over ranks of a value or a nest of values.
 
@@ -437,6 +441,7 @@ def all_reduce(value: Any, op: str = "mean") -> Any:
     return _map_tensors(one, value, f"all_reduce({op})")
 
 
+@tf.autograph.experimental.do_not_convert
 def all_gather(value: Any) -> Any:
     """The ranks' values joined along their first dimension, in rank order.
 
@@ -463,6 +468,7 @@ def all_gather(value: Any) -> Any:
     return _map_tensors(one, value, "all_gather", same_shapes=False)
 
 
+@tf.autograph.experimental.do_not_convert
 def broadcast(value: Any, root_rank: int = 0) -> Any:
     """One rank's value, on every rank.
 

@@ -174,6 +174,7 @@ class RankedOptimizer(_Base):
 
     _kerasmgpu: Reducer
 
+    @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         reducer = self.__dict__.get("_kerasmgpu")
         if reducer is None or topology().size == 1 or len(grads) == 0:
@@ -192,6 +193,7 @@ class RankedOptimizer(_Base):
         finally:
             _weighed.reset(token)
 
+    @tf.autograph.experimental.do_not_convert
     def _clip_gradients(self, grads: Any) -> Any:
         reducer = self.__dict__.get("_kerasmgpu")
         if (
@@ -203,6 +205,7 @@ class RankedOptimizer(_Base):
             grads = timed("reduce", lambda: reducer.reduce(own), ready=list(own))
         return super()._clip_gradients(grads)
 
+    @tf.autograph.experimental.do_not_convert
     def check_finite(self, grads: Any) -> Any:
         """Of a LossScaleOptimizer: whether to update, the same on all ranks."""
         finite = super().check_finite(grads)

@@ -302,12 +302,15 @@ class HorovodStrategy:
 
     # Collectives ----------------------------------------------------------------------
 
+    @tf.autograph.experimental.do_not_convert
     def all_reduce(self, value: Any, op: str = "mean") -> Any:
         return collectives.all_reduce(value, op)
 
+    @tf.autograph.experimental.do_not_convert
     def all_gather(self, value: Any) -> Any:
         return collectives.all_gather(value)
 
+    @tf.autograph.experimental.do_not_convert
     def broadcast(self, value: Any, root_rank: int = 0) -> Any:
         return collectives.broadcast(value, root_rank)
 
