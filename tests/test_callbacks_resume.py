@@ -17,6 +17,9 @@ from kerasmgpu.collectives import broadcast_object, topology
 ROWS, BATCH, EPOCHS = 72, 16, 4  # 5 batches, the last one of 8 rows
 
 
+VALIDATION = classification(24)
+
+
 class Killed(Exception):
     """Stands for a kill: the process does nothing more for this fit."""
 
@@ -71,7 +74,7 @@ def run(
     kill: tuple[int, int] | None = None,
     data: Any = None,
     build: Any = net,
-    callbacks: Any = others,
+    callbacks: Any = list,
     save_freq: Any = 1,
     options: Any = None,
     **fit: Any,
@@ -87,7 +90,6 @@ def run(
     settings = {
         "epochs": EPOCHS,
         "verbose": 0,
-        "validation_data": classification(24),
         "callbacks": used,
         **fit,
     }
@@ -106,14 +108,16 @@ def check(tmp_path: Any, *kills: tuple[int, int], **options: Any) -> None:
     model, history = run(folder, **options)
     assert list(history.history) == list(whole_history.history)
     for key, values in whole_history.history.items():
-        np.testing.assert_allclose(history.history[key], values, rtol=1e-6, err_msg=key)
+        np.testing.assert_allclose(history.history[key], values, rtol=1e-5, err_msg=key)
     assert history.epoch == whole_history.epoch
-    for own, theirs in zip(model.variables, whole.variables, strict=True):
-        np.testing.assert_array_equal(own.numpy(), theirs.numpy(), err_msg=own.path)
-    for own, theirs in zip(
-        model.optimizer.variables, whole.optimizer.variables, strict=True
-    ):
-        np.testing.assert_array_equal(own.numpy(), theirs.numpy(), err_msg=own.path)
+    # Two runs of TensorFlow may differ in the last bit; another dropout mask, batch or
+    # learning rate makes a thousand times as much.
+    pairs = [(model, whole), (model.optimizer, whole.optimizer)]
+    for own, theirs in pairs:
+        for a, b in zip(own.variables, theirs.variables, strict=True):
+            np.testing.assert_allclose(
+                a.numpy(), b.numpy(), rtol=1e-5, atol=1e-7, err_msg=a.path
+            )
     assert_ranks_agree(model)
     if topology().is_rank_zero:
         assert not os.path.exists(folder)
@@ -127,17 +131,32 @@ def any_size(function: Any) -> Any:
 
 @any_size
 def test_in_the_middle_of_an_epoch(tmp_path: Any, size: int) -> None:
-    check(tmp_path, (0, 3), (2, 2))
+    check(tmp_path, (0, 3), (2, 2), callbacks=others, validation_data=VALIDATION)
 
 
-@any_size
-def test_between_saves_and_at_the_end_of_an_epoch(tmp_path: Any, size: int) -> None:
-    check(tmp_path, (1, 0), (2, 4), save_freq=3)
+@pytest.mark.world_size(2)
+def test_between_saves_and_at_the_end_of_an_epoch(tmp_path: Any) -> None:
+    check(
+        tmp_path,
+        (1, 0),
+        (2, 4),
+        save_freq=3,
+        callbacks=others,
+        validation_data=VALIDATION,
+    )
 
 
-@any_size
-def test_saved_by_epoch(tmp_path: Any, size: int) -> None:
-    check(tmp_path, (0, 2), (1, 3), (2, 1), save_freq="epoch")
+@pytest.mark.world_size(2)
+def test_saved_by_epoch(tmp_path: Any) -> None:
+    check(
+        tmp_path,
+        (0, 2),
+        (1, 3),
+        (2, 1),
+        save_freq="epoch",
+        callbacks=others,
+        validation_data=VALIDATION,
+    )
 
 
 def shuffled() -> tf.data.Dataset:
@@ -155,9 +174,9 @@ def test_a_shuffled_dataset(tmp_path: Any, size: int) -> None:
     check(tmp_path, (0, 3), (2, 2), data=shuffled)
 
 
-@any_size
-def test_a_dataset_of_unknown_length(tmp_path: Any, size: int) -> None:
-    check(tmp_path, (0, 3), (2, 2), (3, 4), data=of_unknown_length, callbacks=list)
+@pytest.mark.world_size(2)
+def test_a_dataset_of_unknown_length(tmp_path: Any) -> None:
+    check(tmp_path, (0, 3), (2, 2), (3, 4), data=of_unknown_length)
 
 
 @any_size
@@ -193,33 +212,33 @@ def test_a_py_dataset_that_shuffles_itself(tmp_path: Any, size: int) -> None:
     check(tmp_path, (0, 3), (2, 2), data=Shuffled)
 
 
-@any_size
-def test_several_steps_a_call(tmp_path: Any, size: int) -> None:
+@pytest.mark.world_size(2)
+def test_several_steps_a_call(tmp_path: Any) -> None:
     def build() -> keras.Model:
         return net(steps_per_execution=2)
 
     check(tmp_path, (1, 2), build=build, save_freq=2)
 
 
-@any_size
-def test_eagerly(tmp_path: Any, size: int) -> None:
+@pytest.mark.world_size(2)
+def test_eagerly(tmp_path: Any) -> None:
     def build() -> keras.Model:
         return net(run_eagerly=True)
 
-    check(tmp_path, (1, 2), build=build, callbacks=list, epochs=2)
+    check(tmp_path, (1, 2), build=build, epochs=2)
 
 
-@any_size
-def test_gradients_that_are_being_accumulated(tmp_path: Any, size: int) -> None:
+@pytest.mark.world_size(2)
+def test_gradients_that_are_being_accumulated(tmp_path: Any) -> None:
     def build() -> keras.Model:
         optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)
         return net(optimizer)
 
-    check(tmp_path, (1, 2), build=build, callbacks=list, epochs=2)
+    check(tmp_path, (1, 2), build=build, epochs=2)
 
 
-@any_size
-def test_swapped_averages(tmp_path: Any, size: int) -> None:
+@pytest.mark.world_size(2)
+def test_swapped_averages(tmp_path: Any) -> None:
     def build() -> keras.Model:
         return net(keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.8))
 
@@ -229,14 +248,14 @@ def test_swapped_averages(tmp_path: Any, size: int) -> None:
     check(tmp_path, (2, 2), build=build, callbacks=callbacks, save_freq="epoch")
 
 
-@any_size
-def test_a_model_that_is_not_built(tmp_path: Any, size: int) -> None:
+@pytest.mark.world_size(2)
+def test_a_model_that_is_not_built(tmp_path: Any) -> None:
     def build() -> keras.Model:
         model = keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(4)])
         model.compile("adam", cross_entropy(), metrics=["accuracy"])
         return model
 
-    check(tmp_path, (1, 2), build=build, callbacks=list)
+    check(tmp_path, (1, 2), build=build)
 
 
 @pytest.mark.world_size(2)
