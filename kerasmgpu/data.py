@@ -98,6 +98,7 @@ class ShardedAdapter(FitData):
         super().__init__(source)
         self._own_batches = source.num_batches
         self._endless = _is_endless(self.source)
+        _check_batched(self.source)
         if sharding == "none" and not with_row_ids:
             lengths = all_gather_object((self._own_batches, self._endless))
             known = [number for number, _ in lengths]
@@ -251,6 +252,18 @@ def _check_source(x: Any, batch_size: Any) -> None:
         )
 
 
+def _check_batched(source: Any) -> None:
+    if not isinstance(source, TFDatasetAdapter):
+        return
+    spec = source.get_tf_dataset().element_spec
+    if any(getattr(leaf, "shape", None) == () for leaf in tf.nest.flatten(spec)):
+        raise InvalidArgumentError(
+            f"Rank {topology().rank} of {topology().size}: expected batches, whose "
+            "first dimension is rows. Received: a dataset with a scalar component "
+            f"({spec}). Call dataset.batch(...) first."
+        )
+
+
 def _is_arrays(*values: Any) -> bool:
     leaves = [leaf for leaf in tree.flatten(values) if leaf is not None]
     return bool(leaves) and all(
@@ -331,11 +344,6 @@ def _number_of_rows(batch: Any) -> tf.Tensor:
         if isinstance(leaf, tf.SparseTensor):
             return tf.cast(leaf.dense_shape[0], tf.int64)
         if tf.is_tensor(leaf):
-            if leaf.shape.rank == 0:
-                raise InvalidArgumentError(
-                    "Expected batches, whose first dimension is rows. Received: a "
-                    "dataset with a scalar component. Call dataset.batch(...) first."
-                )
             return tf.shape(leaf, tf.int64)[0]
     raise InvalidArgumentError(
         "Expected batches with at least one tensor. Received: an element without one."

@@ -109,7 +109,7 @@ def check_same_structure(model: Any, optimizers: Iterable[Any]) -> None:
         for position in range(max(len(theirs), len(everyone[0]))):
             first = everyone[0][position] if position < len(everyone[0]) else None
             other = theirs[position] if position < len(theirs) else None
-            if first != other:
+            if without_name(first) != without_name(other):
                 raise RankMismatchError(
                     f"Rank {topology().rank} of {size}: the models of the ranks "
                     "differ. "
