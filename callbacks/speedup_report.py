@@ -179,6 +179,7 @@ def _text(value: Any, form: str) -> str:
 def _draw(path: str, rows: list[dict[str, Any]], size: int) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -187,7 +188,7 @@ def _draw(path: str, rows: list[dict[str, Any]], size: int) -> None:
     axes.plot(epochs, [row["speedup"] for row in rows], "o-", label="speed-up")
     axes.axhline(size, linestyle=":", color="gray", label=f"ideal: {size}")
     axes.set(xlabel="epoch", ylabel="times one process", ylim=(0, None))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     share = axes.twinx()
     percent = [100 * (row["efficiency"] or 0) for row in rows]
     share.plot(epochs, percent, "s--", color="tab:orange", label="efficiency")

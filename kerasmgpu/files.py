@@ -75,7 +75,7 @@ def _plain_optimizer(optimizer: Any) -> Any:
 
 
 def _with_class(obj: Any, cls: type) -> Any:
-    result = object.__new__(cls)
+    result: Any = object.__new__(cls)
     result.__dict__.update(obj.__dict__)
     # The class itself, and what callbacks have put on the object.
     for name in [n for n in result.__dict__ if n.startswith("_kerasmgpu")]:
@@ -149,7 +149,8 @@ def on_rank_zero(what: str, function: Callable[[], Any]) -> Any:
         SaveError: the function raised an `OSError`.
         KerasMGPUError: the function raised it.
     """
-    result = failure = None
+    result = None
+    failure: tuple[type[KerasMGPUError], str, Exception] | None = None
     if topology().is_rank_zero:
         try:
             result = function()

@@ -166,7 +166,7 @@ def shuffled() -> tf.data.Dataset:
 
 
 def of_unknown_length() -> tf.data.Dataset:
-    return shuffled().filter(lambda x, y: True)
+    return shuffled().unbatch().batch(BATCH)
 
 
 @any_size
