@@ -157,7 +157,7 @@ class ShardedAdapter(FitData):
 
         numbered = indices.enumerate()
         zipped = tf.data.Dataset.zip((numbered, arrays_dataset))
-        one = _as_it_is(lambda numbered, data: cut(*numbered, data))
+        one = _as_it_is(lambda item, data: cut(item[0], item[1], data))
         return zipped.map(one, tf.data.AUTOTUNE)
 
     def _end_known(self, batches: tf.data.Dataset) -> tf.data.Dataset:

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kerasmgpu import collectives, data, devices, state
+from kerasmgpu import collectives, data, devices, state, tensors
 from kerasmgpu.errors import InvalidArgumentError, InvalidTypeError
 from kerasmgpu.model import unwrap_model, wrap_model
 from kerasmgpu.optimizer import (
@@ -304,15 +304,15 @@ class HorovodStrategy:
 
     @tf.autograph.experimental.do_not_convert
     def all_reduce(self, value: Any, op: str = "mean") -> Any:
-        return collectives.all_reduce(value, op)
+        return tensors.all_reduce(value, op)
 
     @tf.autograph.experimental.do_not_convert
     def all_gather(self, value: Any) -> Any:
-        return collectives.all_gather(value)
+        return tensors.all_gather(value)
 
     @tf.autograph.experimental.do_not_convert
     def broadcast(self, value: Any, root_rank: int = 0) -> Any:
-        return collectives.broadcast(value, root_rank)
+        return tensors.broadcast(value, root_rank)
 
     def broadcast_object(self, obj: Any, root_rank: int = 0) -> Any:
         return collectives.broadcast_object(obj, root_rank)
@@ -320,9 +320,9 @@ class HorovodStrategy:
     def barrier(self) -> None:
         collectives.barrier()
 
-    all_reduce.__doc__ = collectives.all_reduce.__doc__
-    all_gather.__doc__ = collectives.all_gather.__doc__
-    broadcast.__doc__ = collectives.broadcast.__doc__
+    all_reduce.__doc__ = tensors.all_reduce.__doc__
+    all_gather.__doc__ = tensors.all_gather.__doc__
+    broadcast.__doc__ = tensors.broadcast.__doc__
     broadcast_object.__doc__ = collectives.broadcast_object.__doc__
     barrier.__doc__ = collectives.barrier.__doc__
 

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from ranks import strategy
 
-from kerasmgpu import collectives
+from kerasmgpu import collectives, tensors
 from kerasmgpu.collectives import topology
 
 pytestmark = pytest.mark.world_size(3)
@@ -30,7 +30,7 @@ def of_rank(dtype, rank=None):
 @pytest.mark.parametrize("dtype", FLOATS + WHOLE)
 def test_sum_of_every_type(dtype, graph):
     def total(x):
-        return collectives.all_reduce(x, op="sum")
+        return tensors.all_reduce(x, op="sum")
 
     result = (tf.function(total) if graph else total)(of_rank(dtype))
     assert result.dtype == dtype
@@ -39,7 +39,7 @@ def test_sum_of_every_type(dtype, graph):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_mean_keeps_the_type(dtype):
-    result = collectives.all_reduce(of_rank(dtype))
+    result = tensors.all_reduce(of_rank(dtype))
     assert result.dtype == dtype
     np.testing.assert_array_equal(result, tf.cast([[2, 4], [6, 8]], dtype))
 
@@ -47,24 +47,24 @@ def test_mean_keeps_the_type(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "int32", "int16", "uint8"])
 def test_min_and_max(dtype):
     np.testing.assert_array_equal(
-        collectives.all_reduce(of_rank(dtype), "min"), [[1, 2], [3, 4]]
+        tensors.all_reduce(of_rank(dtype), "min"), [[1, 2], [3, 4]]
     )
     np.testing.assert_array_equal(
-        collectives.all_reduce(of_rank(dtype), "max"), [[3, 6], [9, 12]]
+        tensors.all_reduce(of_rank(dtype), "max"), [[3, 6], [9, 12]]
     )
 
 
 def test_bools():
     flag = tf.constant([True, topology().rank == 0])
-    assert collectives.all_reduce(flag, "min").numpy().tolist() == [True, False]
-    assert collectives.all_reduce(flag, "max").numpy().tolist() == [True, True]
+    assert tensors.all_reduce(flag, "min").numpy().tolist() == [True, False]
+    assert tensors.all_reduce(flag, "max").numpy().tolist() == [True, True]
     with pytest.raises(TypeError, match=r"true on all ranks.*op='sum'"):
-        collectives.all_reduce(flag, "sum")
+        tensors.all_reduce(flag, "sum")
 
 
 def test_numbers_arrays_and_nests():
     rank = topology().rank
-    result = collectives.all_reduce(
+    result = tensors.all_reduce(
         {"b": [rank, float(rank)], "a": np.full(2, rank, "float64")}, op="sum"
     )
     assert int(result["b"][0]) == 3
@@ -76,18 +76,18 @@ def test_numbers_arrays_and_nests():
 
 def test_all_gather_of_different_rows():
     rank = topology().rank
-    result = collectives.all_gather(tf.fill([rank, 2], float(rank)))
+    result = tensors.all_gather(tf.fill([rank, 2], float(rank)))
     np.testing.assert_array_equal(result, [[1, 1], [2, 2], [2, 2]])
-    assert collectives.all_gather(rank).numpy().tolist() == [0, 1, 2]
+    assert tensors.all_gather(rank).numpy().tolist() == [0, 1, 2]
     for dtype in FLOATS + WHOLE + ["bool"]:
-        gathered = collectives.all_gather(tf.cast([rank], dtype))
+        gathered = tensors.all_gather(tf.cast([rank], dtype))
         np.testing.assert_array_equal(gathered, tf.cast([0, 1, 2], dtype))
 
 
 @pytest.mark.parametrize("dtype", FLOATS + WHOLE + ["bool"])
 def test_broadcast(dtype):
     for root in range(3):
-        result = collectives.broadcast(of_rank(dtype), root_rank=root)
+        result = tensors.broadcast(of_rank(dtype), root_rank=root)
         assert result.dtype == dtype
         np.testing.assert_array_equal(result, of_rank(dtype, root))
 
@@ -121,21 +121,21 @@ def test_gradients(graph):
 
         return (tf.function(take) if graph else take)().numpy().tolist()
 
-    assert gradients(lambda x: collectives.all_reduce(x, "sum")) == [111.0, 111.0]
-    np.testing.assert_allclose(gradients(collectives.all_reduce), [37.0, 37.0])
-    assert gradients(collectives.all_gather) == [111.0, 111.0]
+    assert gradients(lambda x: tensors.all_reduce(x, "sum")) == [111.0, 111.0]
+    np.testing.assert_allclose(gradients(tensors.all_reduce), [37.0, 37.0])
+    assert gradients(tensors.all_gather) == [111.0, 111.0]
     expected = [111.0, 111.0] if rank == 1 else [0.0, 0.0]
-    assert gradients(lambda x: collectives.broadcast(x, 1)) == expected
-    shared = gradients(lambda x: collectives.all_reduce(x, "max"))
+    assert gradients(lambda x: tensors.broadcast(x, 1)) == expected
+    shared = gradients(lambda x: tensors.all_reduce(x, "max"))
     np.testing.assert_allclose(shared, [111.0 if rank == 2 else 0.0, 37.0])
 
 
 def test_many_in_one_graph_keep_their_places():
     @tf.function
     def several(x):
-        a = collectives.all_reduce(x, "sum")
-        b = collectives.all_reduce(x * 2.0, "sum")
-        return a, b, collectives.all_gather(x[tf.newaxis]), collectives.broadcast(x, 2)
+        a = tensors.all_reduce(x, "sum")
+        b = tensors.all_reduce(x * 2.0, "sum")
+        return a, b, tensors.all_gather(x[tf.newaxis]), tensors.broadcast(x, 2)
 
     for _ in range(3):
         a, b, c, d = several(tf.constant(float(topology().rank)))
@@ -146,18 +146,18 @@ def test_many_in_one_graph_keep_their_places():
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: collectives.all_reduce(1.0, "prod"), ValueError, "op='prod'"),
-        (lambda: collectives.all_reduce(1), TypeError, "mean of whole numbers"),
-        (lambda: collectives.all_reduce("text", "sum"), TypeError, "broadcast_object"),
-        (lambda: collectives.all_gather(["text"]), TypeError, "broadcast_object"),
-        (lambda: collectives.broadcast(1.0, 3), ValueError, "0 to 2"),
+        (lambda: tensors.all_reduce(1.0, "prod"), ValueError, "op='prod'"),
+        (lambda: tensors.all_reduce(1), TypeError, "mean of whole numbers"),
+        (lambda: tensors.all_reduce("text", "sum"), TypeError, "broadcast_object"),
+        (lambda: tensors.all_gather(["text"]), TypeError, "broadcast_object"),
+        (lambda: tensors.broadcast(1.0, 3), ValueError, "0 to 2"),
         (lambda: collectives.broadcast_object(1, -1), ValueError, "root_rank=-1"),
         (
-            lambda: collectives.all_reduce(tf.ragged.constant([[1.0], []])),
+            lambda: tensors.all_reduce(tf.ragged.constant([[1.0], []])),
             TypeError,
             "RaggedTensor",
         ),
-        (lambda: collectives.all_reduce(1j, "max"), TypeError, "Complex"),
+        (lambda: tensors.all_reduce(1j, "max"), TypeError, "Complex"),
     ],
 )
 def test_wrong_arguments(call, error, words):
@@ -169,8 +169,8 @@ def test_debug_mode_compares_the_calls(monkeypatch):
     monkeypatch.setenv("KERASMGPU_DEBUG", "1")
     shape = [2] if topology().rank == 1 else [3]
     with pytest.raises(RuntimeError, match=r"Rank 0 called .*3.*rank 1 called .*2"):
-        collectives.all_reduce(tf.zeros(shape))
-    collectives.all_gather(tf.zeros(shape))  # rows may differ
+        tensors.all_reduce(tf.zeros(shape))
+    tensors.all_gather(tf.zeros(shape))  # rows may differ
 
 
 def test_rank_zero_first(everyone, tmp_path_factory):

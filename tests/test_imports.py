@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
         *("errors", "horovod_environment", "horovod_gpu", "logged_command"),
     },
     "collectives": BASE | {"report", "horovod_environment", "horovod_build"},
+    "tensors": CORE,
     "control": CORE,
     "fit_data": CORE,
     "timing": set(),
@@ -49,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     | STEP
     | {"step", "callback_list", "files", "predictions", "fit_data", "session"},
     "session": CORE | STEP | {"step", "fit_data", "resume", "timing", "calibration"},
-    "strategy": CORE | STEP | {"model", "session"},
+    "strategy": CORE | STEP | {"model", "session", "tensors"},
     "callbacks": BASE | {"collectives", "state", "files", "perf.model"},
     "layers": CORE | {"control"},
     "launch": BASE | {"report"},
