@@ -137,3 +137,22 @@ def test_bad_mnist_file_is_a_clear_error(data_source, mnist_dir, damage, message
     damage(Path(mnist_dir, "mnist.npz"))
     with pytest.raises(SystemExit, match=message):
         data_source.load_mnist(kerasmgpu.HorovodStrategy(), mnist_dir)
+
+
+def test_the_readmes_ten_lines(monkeypatch):
+    """The first Python block, as it stands, with few images."""
+    import keras
+
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (512, 28, 28)).astype("uint8")
+    labels = rng.integers(0, 10, 512).astype("uint8")
+    data = (images, labels), (images[:64], labels[:64])
+    monkeypatch.setattr(keras.datasets.mnist, "load_data", lambda: data)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = text.partition("```python\n")[2].partition("```")[0]
+    assert 8 <= len(code.splitlines()) <= 12
+    names: dict = {}
+    exec(code, names)
+    history = names["model"].history.history
+    assert list(history) == ["accuracy", "loss", "val_accuracy", "val_loss"]
+    assert history["loss"][-1] < history["loss"][0]

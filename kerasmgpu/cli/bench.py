@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     _check(args)
     console = Console()
     blocks = Blocks(args.model, args.seconds)
-    raw: dict[str, Any] = {"busy_percent": [], "rounds": []}
+    raw: dict[str, Any] = {"load_of_others_percent": [], "rounds": []}
     with console.status("") as status:
         for number in range(args.rounds):
             taken: dict[str, Any] = {}
@@ -60,18 +60,20 @@ def main(args: argparse.Namespace) -> int:
                         f"{args.model}, round {number + 1} of {args.rounds}, "
                         f"{size} process(es): {name}"
                     )
-                    raw["busy_percent"].append(record.busy_percent())
-                    taken[f"{size}: {name}"] = measure()
+                    with record.load_of_others() as load:
+                        taken[f"{size}: {name}"] = measure()
+                    raw["load_of_others_percent"] += load
     results = summarize(raw["rounds"], sizes)
     for table in make_tables(args.model, cores, results):
         console.print(table)
-    busy = statistics.median(raw["busy_percent"])
+    busy = max(raw["load_of_others_percent"])
     console.print(
         f"{args.rounds} rounds of {args.seconds:g} s a measurement; medians, and the "
-        f"lowest and highest round. Others kept the processors {busy:.0f} % busy."
+        f"lowest and highest round. Other programs took up to {busy:.0f} % of the "
+        "processors meanwhile."
     )
     if busy > 10:
-        console.print("[yellow]Measure on a quiet machine: these figures are not.[/]")
+        console.print("[yellow]Measure again on a quiet machine.[/]")
     if args.json is not None:
         record.write_record(args.json, record.make_record(results, raw))
         console.print(f"record: {args.json}")

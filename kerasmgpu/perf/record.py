@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -9,6 +10,8 @@ import os
 import platform
 import shlex
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +43,30 @@ def versions() -> dict[str, str]:
     return found
 
 
-def busy_percent(seconds: float = 0.5) -> float:
-    """How busy others keep the processors, looked at for a moment."""
-    return float(psutil.cpu_percent(interval=seconds))
+@contextlib.contextmanager
+def load_of_others() -> Iterator[list[float]]:
+    """While it lasts, looks at what other programs take of the processors.
+
+    Yields:
+        A list, to which the percentage is added at the end. Child processes are not
+        others, if they have ended by then.
+    """
+    found: list[float] = []
+    before, began = _processor_seconds(), time.perf_counter()
+    yield found
+    seconds = time.perf_counter() - began
+    taken = _processor_seconds() - before
+    found.append(max(0.0, 100 * taken / (seconds * (os.cpu_count() or 1))))
+
+
+def _processor_seconds() -> float:
+    """Spent by all programs but this one and its children that have ended."""
+    times = psutil.cpu_times()
+    # Linux counts guests as users, too.
+    everyone = times.user + times.nice + times.system
+    own = os.times()
+    own_seconds = own.user + own.system + own.children_user + own.children_system
+    return float(everyone - own_seconds)
 
 
 def make_record(results: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
