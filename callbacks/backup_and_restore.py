@@ -6,6 +6,7 @@ import contextlib
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ from kerasmgpu.callbacks.common import check_frequency, required_session
 from kerasmgpu.collectives import all_gather_object, broadcast_object, topology
 from kerasmgpu.errors import InvalidArgumentError
 from kerasmgpu.files import on_rank_zero
+from kerasmgpu.state import global_seed
 
 #: What Keras's callbacks remember. Others may have `get_state` and `set_state`.
 _REMEMBERED: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -161,6 +163,13 @@ class BackupAndRestore(keras.callbacks.Callback):
                 flush=True,
             )
         self._kept = {}
+        if global_seed() is None:
+            warnings.warn(
+                "BackupAndRestore: no seed is set, so the order of shuffled data will "
+                "be another one after a restart. Call keras.utils.set_random_seed(1) "
+                "when the script begins.",
+                stacklevel=2,
+            )
         self._listen()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -250,7 +259,12 @@ class BackupAndRestore(keras.callbacks.Callback):
     def _listen(self) -> None:
         self._stop_listening()
         if threading.current_thread() is not threading.main_thread():
-            return  # Python delivers signals to the main thread, and sets them there
+            warnings.warn(
+                "BackupAndRestore cannot listen to preemption signals: fit does not "
+                "run on the main thread, which alone may. Backups are still saved.",
+                stacklevel=2,
+            )
+            return
         for number in self.preemption_signals:
             self._handlers[number] = signal.signal(number, self._on_signal)
 

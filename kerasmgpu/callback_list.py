@@ -14,12 +14,16 @@ import keras
 from kerasmgpu.collectives import broadcast_object, topology
 from kerasmgpu.data import ROW_IDS
 
+_ORBAX = "OrbaxCheckpoint"
+
 #: Keras's callbacks that do nothing but write (or read) files.
 FILE_CALLBACKS = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.BackupAndRestore,
     keras.callbacks.CSVLogger,
     keras.callbacks.TensorBoard,
+    # Of newer releases of Keras.
+    *([keras.callbacks.OrbaxCheckpoint] if hasattr(keras.callbacks, _ORBAX) else []),
 )
 
 

@@ -146,8 +146,7 @@ def on_rank_zero(what: str, function: Callable[[], Any]) -> Any:
         function: called on rank 0 alone.
 
     Raises:
-        SaveError: the function raised an `OSError`.
-        KerasMGPUError: the function raised it.
+        KerasMGPUError: what the function raised, or a SaveError that says it.
     """
     result = None
     failure: tuple[type[KerasMGPUError], str, Exception] | None = None
@@ -156,7 +155,7 @@ def on_rank_zero(what: str, function: Callable[[], Any]) -> Any:
             result = function()
         except KerasMGPUError as error:
             failure = (type(error), str(error), error)
-        except OSError as error:
+        except Exception as error:
             failure = (SaveError, f"Rank 0 could not {what}: {_reason(error)}", error)
     told = broadcast_object((result, failure[:2] if failure else None))
     if told[1] is not None:
@@ -166,7 +165,7 @@ def on_rank_zero(what: str, function: Callable[[], Any]) -> Any:
     return told[0]
 
 
-def _reason(error: OSError) -> str:
+def _reason(error: Exception) -> str:
     """What went wrong, and what to do."""
     text = f"{type(error).__name__}: {error}"
     for kind, advice in (
@@ -176,7 +175,8 @@ def _reason(error: OSError) -> str:
     ):
         if isinstance(error, kind):
             return f"{text} {advice}"
-    return f"{text} Is the disk full? What was saved before is untouched."
+    full = " Is the disk full?" if isinstance(error, OSError) else ""
+    return f"{text}{full} What was saved before is untouched."
 
 
 @contextlib.contextmanager

@@ -358,7 +358,7 @@ def _set_host_random_state(saved: Any) -> None:
     np.random.set_state(saved[1])
 
 
-@tf.function(reduce_retracing=True)
+@tf.function(reduce_retracing=True, autograph=False)
 def _drop_many(iterator: Any, count: tf.Tensor) -> None:
     tf.while_loop(
         lambda number: number < count,

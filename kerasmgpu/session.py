@@ -233,8 +233,9 @@ class Session:
         return self.timers
 
     def stop_timers(self) -> None:
-        self.timers = None
-        self.model.train_function = None
+        if self.timers is not None:
+            self.timers = None
+            self.model.train_function = None
 
     def retrace(self) -> None:
         """Makes a new train function: a callback has changed what a step does."""
