@@ -217,13 +217,13 @@ def _position_name(kind: str) -> str:
 def _eager_function(
     operation: Callable[..., tf.Tensor], dtype: tf.DType, name: str, **options: Any
 ) -> Any:
-    spec = tf.TensorSpec(None, dtype)
-
-    @tf.autograph.experimental.do_not_convert
-    def function(tensor: tf.Tensor) -> tf.Tensor:
-        return operation(tensor, name, **options)
-
-    return tf.function(function, input_signature=[spec])
+    # A partial, because TensorFlow takes closures of one code for retracings of one
+    # function, and warns.
+    return tf.function(
+        functools.partial(operation, name=name, **options),
+        input_signature=[tf.TensorSpec(None, dtype)],
+        autograph=False,
+    )
 
 
 def _call(
@@ -302,6 +302,11 @@ def broadcast_tensor(
     if topology().size == 1:
         return tensor
     return _call(_horovod_broadcast, tensor, name, "broadcast", root_rank=root_rank)
+
+
+def rank_in_graph() -> tf.Tensor:
+    """This process's rank as an int32 scalar that TensorFlow does not see through."""
+    return _horovod().rank_op() if topology().size > 1 else tf.constant(0)
 
 
 def _horovod_exchange(tensor: tf.Tensor, name: str) -> tf.Tensor:

@@ -20,6 +20,7 @@ from kerasmgpu.collectives import (
     check_root,
     gather_tensor,
     mark_used,
+    rank_in_graph,
     reduce_tensor,
     topology,
 )
@@ -199,8 +200,10 @@ def _broadcast_with_gradient(tensor: tf.Tensor, root_rank: int) -> tf.Tensor:
     @tf.custom_gradient
     def broadcast(x: tf.Tensor) -> Any:
         def gradient(dy: tf.Tensor) -> tf.Tensor:
-            total = reduce_tensor(dy, "sum")
-            return total if topology().rank == root_rank else tf.zeros_like(total)
+            # Asked in the graph: a constant would let TensorFlow drop the collective
+            # on the ranks that do not need its result, and the others would wait.
+            mine = tf.equal(rank_in_graph(), root_rank)
+            return reduce_tensor(dy, "sum") * tf.cast(mine, dy.dtype)
 
         return broadcast_tensor(x, root_rank), gradient
 
