@@ -44,7 +44,7 @@ def gather_rows(outputs: Any, row_ids: np.ndarray, own_rows: bool) -> Any:
 def _take(leaf: Any, kept: np.ndarray, row_ids: np.ndarray) -> Any:
     if isinstance(leaf, tf.SparseTensor):
         leaf = tf.sparse.to_dense(leaf).numpy()
-    rows = leaf.shape[0]
+    rows = leaf.shape[0] if len(leaf.shape) else 0
     if rows is None:
         rows = int(leaf.nrows())
     if rows != len(row_ids):
