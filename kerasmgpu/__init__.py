@@ -14,6 +14,7 @@ TensorFlow nor Horovod is imported before that.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,10 +46,25 @@ def __getattr__(name: str) -> object:
             f"module {__name__!r} has no attribute {name!r}; "
             f"its public names are {', '.join(sorted(_LAZY_NAMES))}"
         ) from None
+    if name == "HorovodStrategy":
+        _check_backend()
     module = importlib.import_module(module_name)
     value = module if attribute is None else getattr(module, attribute)
     globals()[name] = value
     return value
+
+
+def _check_backend() -> None:
+    """Refuses another backend before Keras is imported, and fails to find it."""
+    backend = os.environ.get("KERAS_BACKEND", "tensorflow")
+    if backend != "tensorflow":
+        from kerasmgpu.errors import InvalidArgumentError
+
+        raise InvalidArgumentError(
+            "kerasmgpu needs Keras's TensorFlow backend. Received: "
+            f"KERAS_BACKEND={backend!r}. Unset it, or set KERAS_BACKEND=tensorflow "
+            "before Keras is imported."
+        )
 
 
 def __dir__() -> list[str]:

@@ -149,6 +149,13 @@ def test_processes_that_are_each_alone_are_refused():
     assert "joined a job of 1" in result.stderr
 
 
+def test_another_backend_is_refused_before_keras_is_imported():
+    result = run("import kerasmgpu; kerasmgpu.HorovodStrategy()", KERAS_BACKEND="jax")
+    assert result.returncode != 0
+    assert "KERAS_BACKEND='jax'" in result.stderr
+    assert "ModuleNotFoundError" not in result.stderr
+
+
 def test_another_backend_is_refused(monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
     with pytest.raises(ValueError, match="KERAS_BACKEND=tensorflow"):
