@@ -60,6 +60,7 @@ def fit(model: keras.Model, *callbacks: Any, **options: Any) -> Any:
 
 
 def shared(tmp_path: Any) -> Path:
+    strategy()  # joins the job
     return Path(broadcast_object(str(tmp_path)))
 
 
@@ -295,17 +296,19 @@ def config_of(path: Path) -> Any:
 @pytest.mark.parametrize("kind", ["sequential", "functional", "loss scale"])
 def test_the_file_is_plain_keras(size: int, kind: str, tmp_path: Any) -> None:
     def build() -> keras.Model:
-        keras.backend.clear_session()
-        keras.utils.set_random_seed(SEED)
-        optimizer = keras.optimizers.Adam(0.01, clipnorm=1.0)
+        optimizer = keras.optimizers.Adam(0.01, clipnorm=1.0, name="inner")
+        inputs = keras.Input((8,), name="inputs")
+        layers = [
+            keras.layers.BatchNormalization(name="norm"),
+            keras.layers.Dense(4, name="dense"),
+        ]
         if kind == "sequential":
-            model = dense_net()
+            model = keras.Sequential([inputs, *layers], name="net")
         else:
-            inputs = keras.Input((8,))
-            hidden = keras.layers.BatchNormalization()(inputs)
-            model = keras.Model(inputs, keras.layers.Dense(4)(hidden))
+            outputs = layers[1](layers[0](inputs))
+            model = keras.Model(inputs, outputs, name="net")
         if kind == "loss scale":
-            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="outer")
         model.compile(optimizer=optimizer, loss=cross_entropy(), metrics=["accuracy"])
         return model
 

@@ -77,9 +77,14 @@ def assert_close(a: keras.Model, b: keras.Model) -> None:
     assert_ranks_agree(b)
 
 
-@on_sizes(1, 2)
-@pytest.mark.parametrize("steps_per_execution", [1, 3])
-@pytest.mark.parametrize("correction", ["auto", False])
+@pytest.mark.parametrize(
+    ("size", "steps_per_execution", "correction"),
+    [
+        pytest.param(1, 1, "auto", marks=pytest.mark.world_size(1)),
+        pytest.param(2, 3, "auto", marks=pytest.mark.world_size(2)),
+        pytest.param(2, 1, False, marks=pytest.mark.world_size(2)),
+    ],
+)
 def test_every_update_has_its_rate_and_velocity(
     size: int, steps_per_execution: int, correction: Any
 ) -> None:
@@ -94,7 +99,7 @@ def test_every_update_has_its_rate_and_velocity(
     np.testing.assert_allclose(history.history["learning_rate"], expected, rtol=1e-6)
 
 
-@on_sizes(1, 2)
+@on_sizes(2)
 def test_from_zero_by_the_square_root_through_loss_scaling(size: int) -> None:
     rates = ramp(0.0, 0.02 * 2**0.5, STEPS, 3 * STEPS)
     plain = net(keras.optimizers.LossScaleOptimizer(Adam(0.02)))
@@ -105,7 +110,7 @@ def test_from_zero_by_the_square_root_through_loss_scaling(size: int) -> None:
     assert_close(plain, model)
 
 
-@on_sizes(1, 2)
+@on_sizes(2)
 def test_a_schedule_is_kept_and_multiplied(size: int) -> None:
     decay = keras.optimizers.schedules.ExponentialDecay(0.1, STEPS, 0.5)
     factors = ramp(1.0, 2.0, STEPS, 3 * STEPS)
@@ -136,7 +141,7 @@ def test_nothing_is_scaled_twice(size: int) -> None:
     assert float(model.optimizer.learning_rate) == pytest.approx(0.03)
 
 
-@on_sizes(1, 2)
+@on_sizes(2)
 def test_after_the_ramp_plateaus_reduce_the_rate(size: int) -> None:
     model = wrapped(SGD(0.1))
     plateau = keras.callbacks.ReduceLROnPlateau(
@@ -147,7 +152,7 @@ def test_after_the_ramp_plateaus_reduce_the_rate(size: int) -> None:
     np.testing.assert_allclose(rates, [0.2, 0.2, 0.1, 0.05], rtol=1e-6)
 
 
-@on_sizes(1, 2)
+@on_sizes(2)
 def test_an_optimizer_that_has_trained_needs_its_base_rate(size: int) -> None:
     model = wrapped(SGD(0.1))
     fit(model, epochs=1)
@@ -195,7 +200,7 @@ def test_ranks_with_batches_of_their_own_make_one_global_batch() -> None:
     assert float(model.optimizer.learning_rate) == pytest.approx(0.4)
 
 
-@on_sizes(1, 2)
+@on_sizes(2)
 def test_what_cannot_be_scaled_is_refused_before_training(size: int) -> None:
     model = wrapped(SGD(lambda: 0.1))
     with pytest.raises(InvalidArgumentError, match="cannot scale a learning rate"):

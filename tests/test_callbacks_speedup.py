@@ -46,6 +46,7 @@ def fit(*callbacks: Any, **options: Any) -> tuple[keras.Model, Any]:
 
 
 def shared(tmp_path: Any) -> Path:
+    strategy()  # joins the job
     return Path(broadcast_object(str(tmp_path / "logs")))
 
 
