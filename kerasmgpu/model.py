@@ -141,15 +141,9 @@ class RankedModel(_Base):
                 sharding=session.sharding,
             )
         verbose = verbose if topology().is_rank_zero else 0
-        callback_list = RankCallbackList(
-            callbacks,
-            session,
-            add_history=True,
-            add_progbar=verbose != 0,
-            verbose=verbose,
-            epochs=epochs,
-            steps=steps_per_epoch or data.num_batches,
-            model=self,
+        steps = steps_per_epoch or data.num_batches
+        callback_list = _callback_list(
+            session, callbacks, verbose, steps, epochs=epochs, add_history=True
         )
         session.callbacks = callback_list.callbacks
         for function in (self.train_function, self.test_function):
@@ -232,14 +226,8 @@ class RankedModel(_Base):
             sharding=session.sharding,
         )
         verbose = verbose if topology().is_rank_zero else 0
-        callback_list = RankCallbackList(
-            callbacks,
-            session,
-            add_progbar=verbose != 0,
-            verbose=verbose,
-            epochs=1,
-            steps=steps or data.num_batches,
-            model=self,
+        callback_list = _callback_list(
+            session, callbacks, verbose, steps or data.num_batches
         )
         if isinstance(self.test_function, StepFunction):
             self.test_function.start_over()
@@ -279,14 +267,8 @@ class RankedModel(_Base):
             self(keras.utils.unpack_x_y_sample_weight(spare_data(spec))[0])
         session.send_state()
         verbose = verbose if topology().is_rank_zero else 0
-        callback_list = RankCallbackList(
-            callbacks,
-            session,
-            add_progbar=verbose != 0,
-            verbose=verbose,
-            epochs=1,
-            steps=steps or data.num_batches,
-            model=self,
+        callback_list = _callback_list(
+            session, callbacks, verbose, steps or data.num_batches
         )
         result = super().predict(
             data, verbose=verbose, steps=steps, callbacks=callback_list
@@ -410,6 +392,27 @@ def _global_numbers(
         ):
             result[key] = part.reshape(value.shape) if value.ndim else float(part[0])
     return {key: result[key] for key in logs}
+
+
+def _callback_list(
+    session: Session,
+    callbacks: Any,
+    verbose: Any,
+    steps: int | None,
+    epochs: int = 1,
+    add_history: bool = False,
+) -> RankCallbackList:
+    """The list that Keras would make, as one of a wrapped model."""
+    return RankCallbackList(
+        callbacks,
+        session,
+        add_history=add_history,
+        add_progbar=verbose != 0,
+        verbose=verbose,
+        epochs=epochs,
+        steps=steps,
+        model=session.model,
+    )
 
 
 @contextlib.contextmanager
