@@ -229,7 +229,8 @@ def epoch_row(epoch: int, everyone: list[dict[str, Any]]) -> dict[str, Any]:
         "serial_fraction": serial,
         "amdahl_limit": amdahl_limit(serial) if serial and serial > 0 else None,
     }
-    row["reason"] = reason(row, min(reduce) / step_seconds, inputs)
+    late = (busy[slowest] - statistics.fmean(busy)) / step_seconds
+    row["reason"] = reason(row, min(reduce) / step_seconds, late, inputs)
     return row
 
 
@@ -245,13 +246,17 @@ def _throughput_of_one(
     return statistics.fmean(rows / size / seconds for seconds in alone)
 
 
-def reason(row: dict[str, Any], reduce_share: float, inputs: list[float]) -> str | None:
+def reason(
+    row: dict[str, Any], reduce_share: float, late_share: float, inputs: list[float]
+) -> str | None:
     """Why efficiency is low, in a line; None where it is not.
 
     Args:
         row: an epoch's.
         reduce_share: share of the step that the rank that waits least waits for the
             reduce: what is left when no rank waits for a slower one.
+        late_share: share of the step that the slowest rank computes longer than the
+            mean.
         inputs: seconds a step that each rank waits for data.
     """
     efficiency = row["efficiency"]
@@ -259,7 +264,7 @@ def reason(row: dict[str, Any], reduce_share: float, inputs: list[float]) -> str
         return None
     causes = {
         "input": row["input_share"],
-        "slow rank": row["imbalance"],
+        "slow rank": late_share,
         "reduce": reduce_share,
     }
     cause = max(causes, key=lambda name: causes[name])
@@ -283,9 +288,9 @@ def reason(row: dict[str, Any], reduce_share: float, inputs: list[float]) -> str
         )
     if cause == "slow rank":
         return (
-            f"one slow rank: rank {row['slowest_rank']} computes {causes[cause]:.0%} "
-            "longer than the mean and the others wait; look at its host, or give it "
-            'fewer rows with sharding="none"'
+            f"one slow rank: rank {row['slowest_rank']} computes "
+            f"{row['imbalance']:.0%} longer than the mean and the others wait; look at "
+            'its host, or give it fewer rows with sharding="none"'
         )
     return (
         f"reduce-bound: {causes[cause]:.0%} of the step goes to the reduce; try a "
