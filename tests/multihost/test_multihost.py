@@ -117,6 +117,18 @@ def test_weights_equal_one_process(
             np.testing.assert_allclose(several[name], one[name], rtol=1e-4, atol=1e-6)
 
 
+def test_the_mnist_example(hosts: VirtualHosts) -> None:
+    job = launch(
+        hosts,
+        "hosta:1,hostb:1,hostc:1",
+        ["--network-interface", "eth0"],
+        ["python", "examples/mnist.py", "--epochs", "1", "--limit", "600"],
+    )
+    said = finish(job, 150)
+    assert job.returncode == 0, said
+    assert re.search(r"\[0\] test accuracy .* ranks: 3", said), said
+
+
 @pytest.mark.parametrize("options", [[], ["--gloo"]], ids=["mpirun", "gloo"])
 def test_unplugged_host_ends_the_job(
     hosts: VirtualHosts, tmp_path: Path, options: list[str]
