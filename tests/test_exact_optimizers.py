@@ -48,7 +48,7 @@ def test_optimizer(name):
 def test_loss_scale_skips_the_same_steps():
     """A gradient that overflows on one rank alone makes all ranks skip the step."""
     x, y = classification(32)
-    x[1] = 3e38  # rank 0 has it
+    x[1] = float("inf")  # rank 0 has it
 
     def build():
         model = dense_net()
