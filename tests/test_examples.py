@@ -60,6 +60,7 @@ def test_mnist(mnist_dir):
     # One rank prints: the source of the data, and each epoch.
     one(r"data: \S+mnist.npz: 2000 \+ 1000 images", ended)
     one(r"Epoch 3/3", ended)
+    assert "retracing" not in ended.err
 
 
 def test_custom_train_step_gives_the_same_on_1_and_2_ranks(mnist_dir):
