@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from ranks import SEED, classification, cross_entropy, dense_net, strategy
 
 from kerasmgpu.callbacks import LearningRateScaling, SpeedupLogger
 from kerasmgpu.callbacks.speedup_logger import epoch_row
+from kerasmgpu.callbacks.speedup_report import Report
 from kerasmgpu.collectives import all_gather_object, broadcast_object, topology
 from kerasmgpu.errors import InvalidArgumentError
 
@@ -119,7 +121,7 @@ def test_steps_alone_leave_every_variable_as_it_was(size: int) -> None:
 @on_sizes(1, 2)
 def test_a_slow_pipeline_is_called_input_bound(size: int, capfd: Any) -> None:
     def slow(x: Any, y: Any) -> Any:
-        time.sleep(0.03)
+        time.sleep(0.25)
         return x, y
 
     def load(x: Any, y: Any) -> Any:
@@ -160,6 +162,23 @@ def test_a_record_of_one_process_is_the_baseline(size: int, tmp_path: Any) -> No
         fit(SpeedupLogger(baseline={"size": 1, "model": "x"}))
     with pytest.raises(InvalidArgumentError, match="cannot find baseline="):
         fit(SpeedupLogger(baseline=folder / "missing.json"))
+
+
+def test_numbers_go_to_tensorboard_where_it_is_installed(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    row = {"epoch": 3, "speedup": 1.5, "amdahl_limit": None, "reason": "some"}
+    Report(tmp_path / ".", append=False).add(row)  # without it: the two other files
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "speedup.csv",
+        "speedup.jsonl",
+    ]
+    scalars: dict[str, float] = {}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(tf.summary, "scalar", scalars.__setitem__)
+    Report(tmp_path, append=True).add(row)
+    assert scalars == {"speedup/speedup": 1.5}
+    assert len((tmp_path / "speedup.jsonl").read_text().splitlines()) == 2
 
 
 def on_all(function: Any) -> Any:
