@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
         console.print(table)
     busy = max(raw["load_of_others_percent"])
     console.print(
-        f"{args.rounds} rounds of {args.seconds:g} s a measurement; medians, and the "
+        f"{args.rounds} round(s) of {args.seconds:g} s a measurement; medians, and the "
         f"lowest and highest round. Other programs took up to {busy:.0f} % of the "
         "processors meanwhile."
     )
