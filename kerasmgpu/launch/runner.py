@@ -386,6 +386,7 @@ class Runner:
             rank
             for rank in self._ranks
             if not rank.ended
+            and rank.leaving_at is None  # its last state tells nothing any more
             and rank.state is not None
             and rank.state.waiting
             and now - max(rank.waiting_since, first.ended_at) > LEFT_BEHIND_SECONDS
