@@ -28,6 +28,19 @@ from kerasmgpu.timing import StepTimers
 _STOP_FLAGS = ("stop_training", "stop_evaluating")
 
 
+class Depth:
+    """A context that counts how often it is entered; cheaper than a generator."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> None:
+        self.count += 1
+
+    def __exit__(self, *failure: object) -> None:
+        self.count -= 1
+
+
 class Session:
     """What kerasmgpu knows of one wrapped model.
 
@@ -64,7 +77,7 @@ class Session:
         self.callbacks: list[Any] = []
         self.preempted = False
         self.timers: StepTimers | None = None
-        self._in_callbacks = 0
+        self._in_callbacks = Depth()
         self._loop_thread: threading.Thread | None = None
 
     @property
@@ -82,13 +95,9 @@ class Session:
 
     # Agreeing ---------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def callbacks_running(self) -> Iterator[None]:
-        self._in_callbacks += 1
-        try:
-            yield
-        finally:
-            self._in_callbacks -= 1
+    def callbacks_running(self) -> Depth:
+        """A context during which callbacks run. Entered around every batch."""
+        return self._in_callbacks
 
     @contextlib.contextmanager
     def loop_running(self) -> Iterator[None]:
@@ -116,7 +125,8 @@ class Session:
     def in_loop(self) -> bool:
         """Whether Keras's loop itself is asking, and no callback."""
         return (
-            self._loop_thread is threading.current_thread() and self._in_callbacks == 0
+            self._loop_thread is threading.current_thread()
+            and self._in_callbacks.count == 0
         )
 
     def requested(self, flag: str) -> bool:
