@@ -66,6 +66,9 @@ class TerminateOnNaN(keras.callbacks.TerminateOnNaN):
             return
         self._seen = None
         self.model.stop_training = True
+        # Those that saw it first: its gradients give it to the others in the next step.
+        first = min(one[:2] for one in seen.values())
+        seen = {rank: one for rank, one in seen.items() if one[:2] == first}
         epoch, batch, loss = next(iter(seen.values()))
         text = f"epoch {epoch + 1}, batch {batch}: the loss is {loss}"
         if topology().size > 1:
