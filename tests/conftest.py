@@ -44,6 +44,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("world_size") is not None:
             item.add_marker(pytest.mark.timeout(0))  # rank_jobs has its own
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    for item in session.items:  # those that -k and -m have left
+        if item.get_closest_marker("world_size") is not None:
             GROUPS.add(item)
 
 
