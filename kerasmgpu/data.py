@@ -36,6 +36,7 @@ from kerasmgpu.keras_compat import (
     sliceable_tensors,
     tree,
 )
+from kerasmgpu.state import seed_of_ours
 
 SHARDINGS = ("batch", "none")
 
@@ -135,7 +136,7 @@ class ShardedAdapter(FitData):
         arrays = tree.lists_to_tuples(sliceable_tensors(adapter_arrays(self.source)))
         if not all(tf.is_tensor(a) for a in tree.flatten(arrays) if a is not None):
             return None  # sparse
-        indices = index_batches(self.source)
+        indices = index_batches(self.source, seed_of_ours())
         arrays_dataset = tf.data.Dataset.from_tensors(arrays).repeat()
 
         def cut(number: tf.Tensor, batch: tf.Tensor, data: Any) -> Any:

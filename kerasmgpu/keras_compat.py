@@ -65,17 +65,37 @@ def adapter_arrays(adapter: ArrayDataAdapter) -> Any:
     return adapter._inputs
 
 
-def index_batches(adapter: ArrayDataAdapter) -> Any:
+def index_batches(adapter: ArrayDataAdapter, seed: int | None) -> Any:
     """The batches of row numbers, a dataset, that Keras makes of an adapter's arrays.
 
     Made by Keras's own adapter over the row numbers, so that a seeded shuffle is the
-    same as in one process.
+    same as in one process. With TensorFlow's global seed set, Keras repeats one order
+    in every epoch; where the user has set none, the order is to differ by epoch.
+
+    Args:
+        adapter: of arrays.
+        seed: the same on all ranks, where the user has chosen none.
     """
+    if seed is not None and adapter._shuffle is True:
+        return _reshuffled_batches(adapter._num_samples, adapter.batch_size, seed)
     rows = np.arange(adapter._num_samples, dtype="int64")
     indices = ArrayDataAdapter(
         rows, batch_size=adapter.batch_size, shuffle=adapter._shuffle
     )
     return indices.get_tf_dataset().map(lambda *batch: tree.flatten(batch)[0])
+
+
+def _reshuffled_batches(rows: int, batch_size: int, seed: int) -> Any:
+    """Batches of row numbers in an order that is drawn anew for every epoch."""
+    starts = tf.data.Dataset.range(0, rows, batch_size)
+
+    def batches(drawn: Any) -> Any:
+        numbers = tf.range(rows, dtype=tf.int64)
+        order = tf.random.experimental.stateless_shuffle(numbers, [seed, drawn])
+        return starts.map(lambda start: order[start : start + batch_size])
+
+    draws = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True)
+    return draws.take(1).flat_map(batches)
 
 
 def build_from_spec(model: Any, spec: Any) -> None:

@@ -11,7 +11,6 @@ one weighs and reduces.
 from __future__ import annotations
 
 import contextvars
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +36,6 @@ else:
 _weighed: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "kerasmgpu_weighed", default=False
 )
-_indices = itertools.count()
 
 
 def applying() -> bool:
@@ -56,12 +54,13 @@ class Reducer:
         reduction: "mean" (each rank's gradient counts by its rows), "sum" (plain sum)
             or "adasum".
         compression: None, "fp16" or "bf16": the type in which gradients travel.
+        name: of its collectives; the same on all ranks.
     """
 
-    def __init__(self, reduction: str, compression: str | None) -> None:
+    def __init__(self, reduction: str, compression: str | None, name: str) -> None:
         self.reduction = reduction
         self.compression = compression
-        self.name = f"kerasmgpu.gradients.{next(_indices)}"
+        self.name = f"kerasmgpu.gradients.{name}"
 
     def weigh(self, gradients: Sequence[Any]) -> list[Any]:
         """Multiplies each gradient by what this rank counts in the step.
@@ -233,8 +232,14 @@ def accumulators(optimizer: Any) -> list[Any]:
     return list(inner._accumulated_gradients)
 
 
-def wrap_optimizer(optimizer: Any, reduction: str, compression: str | None) -> Any:
-    """Swaps the optimizer's class; the same object is returned. Idempotent."""
+def wrap_optimizer(
+    optimizer: Any, reduction: str, compression: str | None, name: str = "own"
+) -> Any:
+    """Swaps the optimizer's class; the same object is returned. Idempotent.
+
+    `name` tells apart the optimizers of one model, by their position. It is no counter
+    of all optimizers: one that is wrapped on one rank alone would put it out of step.
+    """
     if "_kerasmgpu" in optimizer.__dict__:
         reducer = optimizer.__dict__["_kerasmgpu"]
         if (reducer.reduction, reducer.compression) != (reduction, compression):
@@ -248,8 +253,9 @@ def wrap_optimizer(optimizer: Any, reduction: str, compression: str | None) -> A
         return optimizer
     inner = getattr(optimizer, "inner_optimizer", None)
     if isinstance(inner, keras.optimizers.Optimizer):
-        wrap_optimizer(inner, reduction, compression)
-    object.__setattr__(optimizer, "_kerasmgpu", Reducer(reduction, compression))
+        wrap_optimizer(inner, reduction, compression, name)
+    reducer = Reducer(reduction, compression, name)
+    object.__setattr__(optimizer, "_kerasmgpu", reducer)
     original = type(optimizer)
     optimizer.__class__ = type(
         original.__name__,

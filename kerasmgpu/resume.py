@@ -109,6 +109,7 @@ class Resume:
             "global_batch_size": session.global_batch_size,
             "position": dataclasses.asdict(position),
             "tf_seed": state.global_seed(),
+            "seed_is_ours": state.seed_of_ours() is not None,
             "logs": {k: np.asarray(v) for k, v in (logs or {}).items()},
             "random": everyone,
             "weights": [v.numpy() for v in _weights(model)],
@@ -136,8 +137,8 @@ class Resume:
         mine = self._own_random()
         self._start_random = mine["start"]
         seed = light["tf_seed"]
-        if seed is not None and seed != state.global_seed():
-            tf.random.set_seed(seed)
+        if seed is not None:
+            state.restore_seed(seed, light.get("seed_is_ours", False))
         _set_host_random_state(mine["start"])
 
     def restore_model(self) -> None:

@@ -169,9 +169,12 @@ class Session:
 
     def wrap_optimizers(self) -> list[Any]:
         optimizers = state.optimizers_of(self.model)
-        for optimizer in optimizers:
+        for position, optimizer in enumerate(optimizers):
             wrap_optimizer(
-                optimizer, self.gradient_reduction, self.gradient_compression
+                optimizer,
+                self.gradient_reduction,
+                self.gradient_compression,
+                name=str(position),
             )
         return optimizers
 

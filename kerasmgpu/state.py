@@ -30,6 +30,7 @@ from kerasmgpu.optimizer import accumulators
 _PIECE_BYTES = 64 << 20
 #: What TensorFlow reports as the global seed when none was set.
 _NO_SEED = 87654321
+_seed_of_ours: int | None = None
 
 
 # Random seeds -------------------------------------------------------------------------
@@ -46,7 +47,8 @@ def share_random_seeds() -> None:
         return
     seeds = all_gather_object(global_seed())
     if seeds[0] is None:
-        seeds[0] = int(broadcast_object(random.getrandbits(31)))
+        global _seed_of_ours
+        seeds[0] = _seed_of_ours = int(broadcast_object(random.getrandbits(31)))
         tf.random.set_seed(seeds[0])
     elif any(other != seeds[0] for other in seeds):
         tf.random.set_seed(seeds[0])
@@ -57,6 +59,19 @@ def global_seed() -> int | None:
     """What `tf.random.set_seed` was given; None where it was not called."""
     seed = tf.compat.v1.random.get_seed(0)[0]
     return None if seed in (None, _NO_SEED) else int(seed)
+
+
+def restore_seed(seed: int, ours: bool) -> None:
+    """Sets the global seed to an earlier run's, chosen by us or by the user."""
+    global _seed_of_ours
+    if seed != global_seed():
+        tf.random.set_seed(seed)
+    _seed_of_ours = seed if ours else None
+
+
+def seed_of_ours() -> int | None:
+    """The global seed where the ranks share one that the user has not chosen."""
+    return _seed_of_ours if global_seed() == _seed_of_ours else None
 
 
 def share_host_random_state() -> None:

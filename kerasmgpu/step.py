@@ -26,7 +26,7 @@ from kerasmgpu.keras_compat import tree
 from kerasmgpu.layers.batch_norm import synchronized_moments
 from kerasmgpu.losses import scaled_losses
 from kerasmgpu.metrics import FAILED, UNKNOWN, refuse, watched_metrics
-from kerasmgpu.optimizer import applying
+from kerasmgpu.optimizer import accumulators, applying
 from kerasmgpu.state import is_seed_state, optimizers_of
 from kerasmgpu.timing import StepTimers, timed, timed_by
 
@@ -156,8 +156,9 @@ class StepFunction:
         """What plain Keras leaves behind where data ends without a known length.
 
         There the end is met by starting a step whose batch does not come. What does
-        not depend on the batch takes place all the same: the optimizer's count goes up
-        and weights decay (Keras 3.15, TensorFlow's `OutOfRangeError`).
+        not depend on the batch takes place all the same: the optimizer's count goes up,
+        weights decay, and what was accumulated is dropped where an update was due
+        (Keras 3.15, TensorFlow's `OutOfRangeError`).
         """
         model = self.model
         if not self.training or model.run_eagerly or model.steps_per_execution > 1:
@@ -166,8 +167,11 @@ class StepFunction:
             if hasattr(optimizer, "inner_optimizer") or not optimizer.built:
                 continue
             optimizer._iterations.assign_add(1)
-            if not optimizer.gradient_accumulation_steps:
+            every = optimizer.gradient_accumulation_steps or 1
+            if int(optimizer._iterations.numpy()) % every == 0:
                 optimizer._apply_weight_decay(optimizer._trainable_variables)
+                for variable in accumulators(optimizer):
+                    variable.assign(tf.zeros_like(variable.value))
 
     def _build(self, function: Any, first: Any, flags: Any) -> None:
         """Creates all variables, in the order in which plain Keras would."""

@@ -17,7 +17,7 @@ from ranks import (
     strategy,
 )
 
-from kerasmgpu.collectives import topology
+from kerasmgpu.collectives import all_gather_object, topology
 
 pytestmark = pytest.mark.world_size(3)
 
@@ -40,6 +40,22 @@ def test_array_rows(rows, batch_size):
 def test_default_batch_size_and_validation_split():
     x, y = classification(90)
     check(build, x, y, validation_split=0.3, epochs=3, validation_freq=2)
+
+
+def test_without_a_seed_every_epoch_has_its_own_order(monkeypatch):
+    """As in one process; the ranks agree on it, and no row is lost."""
+    from kerasmgpu import data, state
+
+    monkeypatch.setattr(state, "_seed_of_ours", state.global_seed())
+    rows = np.arange(20)
+    adapter = data.ShardedAdapter(rows, batch_size=6, shuffle=True)
+    epochs = []
+    for _ in range(3):
+        own = [e[data.DATA][: int(e[data.META][0])] for e in adapter.get_tf_dataset()]
+        own = np.concatenate([np.reshape(part, -1) for part in own])
+        epochs.append(np.concatenate(all_gather_object(own)).tolist())
+    assert all(sorted(epoch) == rows.tolist() for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
 
 
 def test_steps_per_epoch_of_arrays():

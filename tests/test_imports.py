@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "optimizer": CORE | {"control", "timing"},
     "state": CORE | {"optimizer"},
     "step": CORE | STEP | {"layers", "timing"},
-    "data": CORE | {"control", "fit_data"},
+    "data": CORE | {"control", "fit_data", "state"},
     "resume": CORE | STEP | {"step", "fit_data", "callback_list"},
     "callback_list": CORE | {"data"},
     "files": CORE | {"optimizer", "state"},
