@@ -30,10 +30,9 @@ from kerasmgpu.keras_compat import (
     ArrayDataAdapter,
     PyDatasetAdapter,
     TFDatasetAdapter,
-    adapter_arrays,
+    dense_arrays,
     get_data_adapter,
     index_batches,
-    sliceable_tensors,
     tree,
 )
 from kerasmgpu.state import seed_of_ours
@@ -133,9 +132,9 @@ class ShardedAdapter(FitData):
         """For arrays: batches of indices, of which only this rank's are gathered."""
         if not isinstance(self.source, ArrayDataAdapter):
             return None
-        arrays = tree.lists_to_tuples(sliceable_tensors(adapter_arrays(self.source)))
-        if not all(tf.is_tensor(a) for a in tree.flatten(arrays) if a is not None):
-            return None  # sparse
+        arrays = dense_arrays(self.source)
+        if arrays is None:
+            return None
         indices = index_batches(self.source, seed_of_ours())
         arrays_dataset = tf.data.Dataset.from_tensors(arrays).repeat()
 

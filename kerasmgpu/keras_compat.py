@@ -17,7 +17,7 @@ from keras.src.backend import get_keras_mask
 from keras.src.backend.common import global_state
 from keras.src.saving import object_registration, saving_lib
 from keras.src.trainers.compile_utils import CompileMetrics as CompileMetrics
-from keras.src.trainers.data_adapters import array_slicing
+from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from keras.src.trainers.data_adapters import get_data_adapter as get_data_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import (
     ArrayDataAdapter as ArrayDataAdapter,
@@ -55,14 +55,20 @@ def split_for_validation(arrays: Any, validation_split: float) -> Any:
     )
 
 
-def sliceable_tensors(arrays: Any) -> Any:
-    """Arrays of any kind that Keras takes, as tensors that can be gathered from."""
-    return array_slicing.convert_to_sliceable(arrays, target_backend="tensorflow")
+def dense_arrays(adapter: ArrayDataAdapter) -> Any:
+    """The `(x, y, sample_weight)` of an array adapter, class weights worked in.
 
-
-def adapter_arrays(adapter: ArrayDataAdapter) -> Any:
-    """The `(x, y, sample_weight)` of an array adapter, class weights worked in."""
-    return adapter._inputs
+    As NumPy arrays or tensors that rows can be gathered from; None where one is sparse
+    or ragged.
+    """
+    for leaf in tree.flatten(adapter._inputs):
+        ragged = isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor))
+        if ragged or data_adapter_utils.is_scipy_sparse(leaf):
+            return None
+    arrays = array_slicing.convert_to_sliceable(
+        adapter._inputs, target_backend="tensorflow"
+    )
+    return tree.lists_to_tuples(arrays)
 
 
 def index_batches(adapter: ArrayDataAdapter, seed: int | None) -> Any:
