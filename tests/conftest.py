@@ -25,7 +25,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 def pytest_configure() -> None:
     if not on_a_rank():  # a terminated run takes its jobs along
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated", 143))
 
 
 def pytest_report_header() -> list[str]:
