@@ -51,18 +51,19 @@ class StopAt(keras.callbacks.Callback):
             assert self.model.stop_training
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("hook", "at", "batches"),
+    ("hook", "at", "batches", "rank"),
     [
-        ("on_train_begin", 0, 1),
-        ("on_epoch_begin", 1, 5),
-        ("on_train_batch_begin", 2, 3),
-        ("on_train_batch_end", 2, 4),  # at the latest one batch after it was asked
-        ("on_train_batch_end", 3, 4),  # the last of an epoch
-        ("on_epoch_end", 0, 4),
-        ("on_test_batch_end", 0, 4),
-        ("on_test_end", 0, 4),
+        ("on_train_begin", 0, 1, 1),
+        ("on_epoch_begin", 1, 5, 0),
+        ("on_train_batch_begin", 2, 3, 1),
+        # At the latest one batch after it was asked.
+        ("on_train_batch_end", 2, 4, 0),
+        ("on_train_batch_end", 2, 4, 1),
+        ("on_train_batch_end", 3, 4, 1),  # the last of an epoch
+        ("on_epoch_end", 0, 4, 0),
+        ("on_epoch_end", 0, 4, 1),
+        ("on_test_batch_end", 0, 4, 1),
     ],
 )
 def test_stop_on_one_rank(hook, at, batches, rank):

@@ -28,8 +28,7 @@ def build():
     return model
 
 
-@pytest.mark.parametrize("rows", [24, 25, 26, 33])
-@pytest.mark.parametrize("batch_size", [8, 2])
+@pytest.mark.parametrize(("rows", "batch_size"), [(24, 2), (25, 8), (26, 8), (33, 2)])
 def test_array_rows(rows, batch_size):
     """Last batches of every size; also batches with fewer rows than ranks."""
     x, y = classification(rows)

@@ -24,7 +24,7 @@ def build_with(loss, **options):
 
 
 @pytest.mark.parametrize(
-    "reduction", ["sum", "mean", "sum_over_batch_size", "mean_with_sample_weight"]
+    "reduction", ["sum", "sum_over_batch_size", "mean_with_sample_weight"]
 )
 @pytest.mark.parametrize("weighted", [False, True])
 def test_reductions(reduction, weighted):

@@ -11,10 +11,8 @@ pytestmark = pytest.mark.world_size(2)
 K = keras.optimizers
 
 OPTIMIZERS = {
-    "sgd": lambda: K.SGD(0.1),
     "momentum": lambda: K.SGD(0.1, momentum=0.9, nesterov=True),
     "adam": lambda: K.Adam(0.01, epsilon=1e-4),
-    "rmsprop": lambda: K.RMSprop(0.01, epsilon=1e-4),
     "clipnorm": lambda: K.SGD(0.1, clipnorm=0.05),
     "clipvalue": lambda: K.SGD(0.1, clipvalue=0.01),
     "global_clipnorm": lambda: K.SGD(0.1, global_clipnorm=0.05),

@@ -21,8 +21,9 @@ def same(build, predict, **options):
     tf.nest.assert_same_structure(expected, got)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 29])
-@pytest.mark.parametrize("batch_size", [None, 4])
+@pytest.mark.parametrize(
+    ("rows", "batch_size"), [(1, None), (2, 4), (8, None), (29, 4)]
+)
 def test_arrays(rows, batch_size):
     x, _ = classification(rows)
     same(dense_net, lambda m: m.predict(x, batch_size=batch_size, verbose=0))
