@@ -221,38 +221,49 @@ def refuse(names: Sequence[str]) -> None:
 # At the end of an epoch ---------------------------------------------------------------
 
 
-def sum_over_ranks(model: Any) -> list[tuple[Any, tf.Tensor]]:
+def start_values(model: Any) -> dict[int, tf.Tensor]:
+    """What the user's metrics hold before the first batch; as a rule zeros.
+
+    Taken by the id of the variable. It is not part of the sum.
+    """
+    return {
+        id(variable): tf.identity(variable.value)
+        for metric in users_metrics(model)
+        for variable in metric.variables
+    }
+
+
+def sum_over_ranks(
+    model: Any, starts: dict[int, tf.Tensor]
+) -> list[tuple[Any, tf.Tensor]]:
     """Replaces the state of all metrics by its sum over ranks.
 
     Must be called on every rank.
 
+    Args:
+        model: whose metrics are meant.
+        starts: this rank's `start_values`; they count on rank 0 alone.
+
     Returns:
         `(variable, this rank's own value)`, to put back with `restore`.
     """
-    custom = {id(metric) for metric in users_metrics(model)}
-    variables: list[Any] = []
-    starts: list[Any] = []
-    seen: set[int] = set()
-    for metric in leaf_metrics(model):
-        own = [v for v in metric.variables if id(v) not in seen]
-        seen.update(id(v) for v in own)
-        variables.extend(own)
-        starts.extend(_reset_values(metric, own) if id(metric) in custom else own)
-    local = [(v, tf.identity(v.value)) for v in variables]
-    by_type: dict[str, list[int]] = {}
-    for position, variable in enumerate(variables):
-        by_type.setdefault(tf.as_dtype(variable.dtype).name, []).append(position)
-    others = topology().size - 1
-    for dtype, positions in sorted(by_type.items()):
+    variables = {id(v): v for metric in leaf_metrics(model) for v in metric.variables}
+    local = [(v, tf.identity(v.value)) for v in variables.values()]
+    by_type: dict[str, list[Any]] = {}
+    for variable in variables.values():
+        by_type.setdefault(tf.as_dtype(variable.dtype).name, []).append(variable)
+    for dtype, group in sorted(by_type.items()):
         wide = tf.float64 if tf.as_dtype(dtype).is_floating else tf.int64
-        flat = [tf.reshape(tf.cast(variables[p].value, wide), [-1]) for p in positions]
+        flat = []
+        for variable in group:
+            value = tf.cast(variable.value, wide)
+            if id(variable) in starts and not topology().is_rank_zero:
+                value -= tf.cast(starts[id(variable)], wide)
+            flat.append(tf.reshape(value, [-1]))
         total = reduce_tensor(tf.concat(flat, 0), "sum", f"kerasmgpu.metrics.{dtype}")
-        sizes = [int(np.prod(variables[p].shape)) for p in positions]
-        for p, part in zip(positions, tf.split(total, sizes), strict=True):
-            part = tf.reshape(part, variables[p].shape)
-            if isinstance(starts[p], np.ndarray):
-                part = part - tf.cast(starts[p] * others, wide)
-            variables[p].assign(tf.cast(part, dtype))
+        sizes = [int(np.prod(v.shape)) for v in group]
+        for variable, part in zip(group, tf.split(total, sizes), strict=True):
+            variable.assign(tf.cast(tf.reshape(part, variable.shape), dtype))
     return local
 
 
@@ -260,13 +271,3 @@ def restore(local: list[tuple[Any, tf.Tensor]]) -> None:
     """Puts back what `sum_over_ranks` replaced."""
     for variable, value in local:
         variable.assign(value)
-
-
-def _reset_values(metric: Any, variables: list[Any]) -> list[np.ndarray]:
-    """What a fresh state looks like: the part of a state that must not be summed."""
-    values = [v.numpy() for v in variables]
-    metric.reset_state()
-    start = [v.numpy() for v in variables]
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
-    return start

@@ -335,7 +335,9 @@ class RankedModel(_Base):
         if session is None:
             return super()._get_metrics_result_or_logs(logs)
         self._put_metrics_back()
-        session.summed_metrics = metrics.sum_over_ranks(self)
+        session.summed_metrics = metrics.sum_over_ranks(
+            self, session.metric_starts or {}
+        )
         result = super()._get_metrics_result_or_logs(logs)
         if result is not logs or not isinstance(logs, dict):
             return result
@@ -350,6 +352,8 @@ class RankedModel(_Base):
     def reset_metrics(self) -> None:
         self._put_metrics_back()
         super().reset_metrics()
+        if (session := session_of(self)) is not None:
+            session.metric_starts = None
 
     # Files ----------------------------------------------------------------------------
 

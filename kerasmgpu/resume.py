@@ -90,7 +90,7 @@ class Resume:
         session.complete_rank_zero()
         values: list[np.ndarray] | None = None
         if position.batch:
-            local = metrics.sum_over_ranks(model)
+            local = metrics.sum_over_ranks(model, session.metric_starts or {})
             values = [v.numpy() for v in model.metrics_variables]
             metrics.restore(local)
         mine = {

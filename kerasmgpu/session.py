@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kerasmgpu import report, state
+from kerasmgpu import metrics, report, state
 from kerasmgpu.calibration import seconds_alone
 from kerasmgpu.collectives import all_gather_object, reduce_tensor, topology
 from kerasmgpu.errors import CollectiveError, RankMismatchError
@@ -64,6 +64,7 @@ class Session:
         self.agreed: dict[str, bool] = dict.fromkeys(_STOP_FLAGS, False)
         self.last_step: StepFunction | None = None
         self.summed_metrics: list[Any] | None = None
+        self.metric_starts: dict[int, Any] | None = None
         self.jit_warned = False
         self.fitting = False
         self.accumulated_apart = False
@@ -277,10 +278,15 @@ class Session:
             same_batches=self.sharding == "batch",
             prepare=self.prepare_training if training else self.prepare_testing,
             stop_requested=lambda: self.requested(flag),
+            starting=self._note_metric_starts,
             finished=lambda function: self._step_finished(function, flag),
         )
         function.timers = self.timers if training else None
         return function
+
+    def _note_metric_starts(self) -> None:
+        if self.metric_starts is None:
+            self.metric_starts = metrics.start_values(self.model)
 
     def _step_finished(self, function: StepFunction, flag: str) -> None:
         self.last_step = function

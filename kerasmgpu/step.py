@@ -42,6 +42,7 @@ class StepFunction:
         prepare: called once, before the first batch is computed, when all variables
             exist; sends rank 0's state to the others.
         stop_requested: whether this rank asks to stop.
+        starting: called before each batch, when all variables exist.
         finished: called after each batch, with this object.
 
     Attributes:
@@ -61,6 +62,7 @@ class StepFunction:
         same_batches: bool,
         prepare: Callable[[], None],
         stop_requested: Callable[[], bool],
+        starting: Callable[[], None],
         finished: Callable[[StepFunction], None],
     ) -> None:
         self.model = model
@@ -69,6 +71,7 @@ class StepFunction:
         self.same_batches = same_batches
         self.prepare = prepare
         self.stop_requested = stop_requested
+        self.starting = starting
         self.finished = finished
         self.stop_agreed = False
         self.log_metrics: dict[str, Any] = {}
@@ -115,6 +118,7 @@ class StepFunction:
         if not self._prepared:
             self._build(function, first, flags)
             self._prepare_once()
+        self.starting()
         with waiting_for_ranks(f"step {self.steps_taken + 1} of {self._kind}"):
             logs, sums, meta, trials = function(first, *flags)
             sums, meta = np.asarray(sums), np.asarray(meta)
