@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from kerasmgpu.callbacks.common import required_session, where
 from kerasmgpu.collectives import topology
-from kerasmgpu.errors import InvalidArgumentError
+from kerasmgpu.errors import InvalidArgumentError, check_one_of
 from kerasmgpu.files import on_rank_zero
 
 RULES = ("linear", "sqrt", "none")
@@ -81,9 +81,9 @@ class LearningRateScaling(keras.callbacks.Callback):
         _positive("base_batch_size", base_batch_size)
         if base_learning_rate is not None:
             _positive("base_learning_rate", base_learning_rate)
-        _one_of("rule", rule, RULES)
-        _one_of("warmup_from", warmup_from, STARTS)
-        _one_of("momentum_correction", momentum_correction, ("auto", True, False))
+        check_one_of("rule", rule, RULES)
+        check_one_of("warmup_from", warmup_from, STARTS)
+        check_one_of("momentum_correction", momentum_correction, ("auto", True, False))
         if not _is_number(warmup_epochs) or warmup_epochs < 0:
             raise InvalidArgumentError(
                 "Expected warmup_epochs to be a number of epochs, 0 or more. "
@@ -373,12 +373,4 @@ def _positive(name: str, value: Any) -> None:
     if not _is_number(value) or not value > 0:
         raise InvalidArgumentError(
             f"Expected {name} to be a positive number. Received: {name}={value!r}."
-        )
-
-
-def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
-        raise InvalidArgumentError(
-            f"Expected {name} to be one of {', '.join(map(repr, allowed))}. "
-            f"Received: {name}={value!r}."
         )

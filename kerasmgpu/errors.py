@@ -8,6 +8,9 @@ and how to mend it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class KerasMGPUError(Exception):
     """Base class of all errors raised by kerasmgpu."""
@@ -39,3 +42,12 @@ class HorovodNotFoundError(KerasMGPUError, ImportError):
 
 class BuildError(KerasMGPUError, RuntimeError):
     """Horovod could not be built, checked or installed."""
+
+
+def check_one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    """Refuses an argument that is none of the allowed values."""
+    if value not in allowed:
+        raise InvalidArgumentError(
+            f"Expected {name} to be one of {', '.join(map(repr, allowed))}. "
+            f"Received: {name}={value!r}."
+        )

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from kerasmgpu import collectives, data, devices, state, tensors
-from kerasmgpu.errors import InvalidArgumentError, InvalidTypeError
+from kerasmgpu.errors import InvalidArgumentError, InvalidTypeError, check_one_of
 from kerasmgpu.model import unwrap_model, wrap_model
 from kerasmgpu.optimizer import (
     COMPRESSIONS,
@@ -76,9 +76,9 @@ class HorovodStrategy:
         memory_growth: bool = True,
         stall_timeout_seconds: float = 60,
     ) -> None:
-        _one_of("gradient_reduction", gradient_reduction, REDUCTIONS)
-        _one_of("gradient_compression", gradient_compression, COMPRESSIONS)
-        _one_of("sharding", sharding, data.SHARDINGS)
+        check_one_of("gradient_reduction", gradient_reduction, REDUCTIONS)
+        check_one_of("gradient_compression", gradient_compression, COMPRESSIONS)
+        check_one_of("sharding", sharding, data.SHARDINGS)
         if not stall_timeout_seconds > 0:
             raise InvalidArgumentError(
                 "Expected stall_timeout_seconds to be a positive number of seconds. "
@@ -212,7 +212,7 @@ class HorovodStrategy:
         >>> strategy.scale_learning_rate(0.1, base_batch_size=64, batch_size=256)
         0.4
         """
-        _one_of("rule", rule, _RULES)
+        check_one_of("rule", rule, _RULES)
         for name, value in (
             ("base_learning_rate", base_learning_rate),
             ("base_batch_size", base_batch_size),
@@ -328,14 +328,6 @@ class HorovodStrategy:
 
     def __repr__(self) -> str:
         return f"HorovodStrategy(rank={self.rank}, size={self.size})"
-
-
-def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    if value not in allowed:
-        raise InvalidArgumentError(
-            f"Expected {name} to be one of {', '.join(map(repr, allowed))}. "
-            f"Received: {name}={value!r}."
-        )
 
 
 def _check_backend() -> None:
