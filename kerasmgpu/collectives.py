@@ -27,7 +27,7 @@ import cloudpickle
 import numpy as np
 import tensorflow as tf
 
-from kerasmgpu import report
+from kerasmgpu import report, transport
 from kerasmgpu.errors import (
     CollectiveError,
     HorovodNotFoundError,
@@ -88,7 +88,7 @@ def join(stall_timeout_seconds: float = 60.0) -> Topology:
     if expected == 1:
         _topology = Topology()
         return _topology
-    _choose_transport_defaults(stall_timeout_seconds)
+    _choose_transport_defaults(expected, stall_timeout_seconds)
     hvd = _horovod()
     hvd.init()
     check_size(hvd.size())
@@ -157,20 +157,15 @@ def _horovod() -> Any:
     return hvd
 
 
-def _choose_transport_defaults(stall_timeout_seconds: float) -> None:
-    """Settings that must stand in the environment before MPI and Horovod start.
-
-    `kerasmgpu run` sets the same; these serve a bare `mpirun`. What the user has set
-    stays. A rank that spins while it waits takes the core from one that computes, and
-    Open MPI 5's default all-reduce is not a ring (the last two lines ask for one).
-    """
-    for name, value in {
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(max(1, int(stall_timeout_seconds))),
-        "OMPI_MCA_mpi_yield_when_idle": "1",
-        "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
-        "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
-    }.items():
-        os.environ.setdefault(name, value)
+def _choose_transport_defaults(size: int, stall_timeout_seconds: float) -> None:
+    """Makes the settings of `transport.py` that neither user nor launcher has made."""
+    stall = str(max(1, int(stall_timeout_seconds)))
+    wanted = {"HOROVOD_STALL_CHECK_TIME_SECONDS": stall, **transport.OPEN_MPI}
+    if not tf.config.list_physical_devices("GPU"):
+        wanted |= transport.HOROVOD_ON_CPU
+    if transport.is_on_one_host(size, os.environ):
+        wanted |= transport.HOROVOD_ON_ONE_HOST
+    os.environ.update(transport.missing(wanted, os.environ))
 
 
 @contextlib.contextmanager

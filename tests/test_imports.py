@@ -21,6 +21,7 @@ STEP = {"devices", "control", "data", "losses", "metrics", "state", "optimizer"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "topology": {"errors"},
+    "transport": set(),
     "roll_call": BASE,
     "report": BASE | {"roll_call"},
     "keras_compat": {"errors"},
@@ -30,15 +31,17 @@ ALLOWED: dict[str, set[str]] = {
     "horovod_build": {
         *("errors", "horovod_environment", "horovod_gpu", "logged_command"),
     },
-    "collectives": BASE | {"report", "horovod_environment", "horovod_build"},
+    "collectives": BASE
+    | {"report", "transport", "horovod_environment", "horovod_build"},
     "tensors": CORE,
     "control": CORE,
     "fit_data": CORE,
     "timing": set(),
+    "fused_updates": set(),
     "calibration": CORE | STEP,
     # `control` knows the step that the others take part in.
     **dict.fromkeys(STEP - {"control"}, CORE | {"control"}),
-    "optimizer": CORE | {"control", "timing"},
+    "optimizer": CORE | {"control", "timing", "fused_updates"},
     "state": CORE | {"optimizer"},
     "step": CORE | STEP | {"layers", "timing"},
     "data": CORE | {"control", "fit_data", "state"},
@@ -53,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     "strategy": CORE | STEP | {"model", "session", "tensors"},
     "callbacks": BASE | {"collectives", "state", "files", "perf.model"},
     "layers": CORE | {"control"},
-    "launch": BASE | {"report"},
+    "launch": BASE | {"report", "transport"},
     "diagnostics": BASE | {"launch", "horovod_environment"},
     "perf": BASE | {"launch", "public"},
     "perf.model": {"errors"},
@@ -68,7 +71,7 @@ FREE_INSIDE_FUNCTIONS = {"cli"}
 
 # Works where neither TensorFlow nor Horovod is installed.
 WITHOUT_TENSORFLOW = {
-    *("__init__", "__main__", "errors", "topology", "roll_call", "report"),
+    *("__init__", "__main__", "errors", "topology", "roll_call", "report", "transport"),
     *("launch", "diagnostics"),
     *("horovod_environment", "horovod_gpu", "horovod_build"),
     *("logged_command", "perf.model"),

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from kerasmgpu import transport
 from kerasmgpu.launch.flavour import Flavour
 from kerasmgpu.launch.spec import JobSpec
 
@@ -72,21 +73,12 @@ def default_environment(
         flavour: the MPI, or None for Gloo.
         environ: the user's variables, which win.
     """
-    wanted: dict[str, str] = {}
     if flavour is None:
-        # The driver's own rendezvous waits; one dead host must not take minutes.
-        wanted["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "30"
-    elif flavour.family == "openmpi":
-        # Open MPI's own choice for large messages is no ring: three times slower
-        # than one between hosts. Spinning ranks take cores from the computation.
-        wanted["OMPI_MCA_coll_tuned_use_dynamic_rules"] = "1"
-        wanted["OMPI_MCA_coll_tuned_allreduce_algorithm"] = "4"
-        wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
-    elif flavour.family == "intel":
-        wanted["I_MPI_ADJUST_ALLREDUCE"] = "8"
-        wanted["I_MPI_THREAD_YIELD"] = "2"
-        wanted["I_MPI_PIN"] = "0"
-    return {name: value for name, value in wanted.items() if name not in environ}
+        wanted = transport.GLOO
+    else:
+        families = {"openmpi": transport.OPEN_MPI, "intel": transport.INTEL_MPI}
+        wanted = families.get(flavour.family, {})
+    return transport.missing(wanted, environ)
 
 
 def agent_command(family: str, python: str = sys.executable) -> list[str]:

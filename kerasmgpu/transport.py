@@ -1,0 +1,53 @@
+"""Settings of MPI and Horovod that suit training, where the user has made none.
+
+They must stand in the environment before MPI and Horovod start. `kerasmgpu run` sets
+them for all ranks; `HorovodStrategy` sets what it still can under a bare `mpirun`.
+`kerasmgpu bench --tune` searches for better ones for a model on a machine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+OPEN_MPI = {
+    # A rank that spins while it waits takes the core from one that computes.
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    # Open MPI 5's own choice for large messages is no ring: three times slower than
+    # one between hosts.
+    "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
+    "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
+    # On one host, through shared memory: asking the kernel to copy from process to
+    # process (CMA) took 1.5 times as long for the gradients of a small net.
+    "OMPI_MCA_smsc": "^cma",
+}
+INTEL_MPI = {
+    "I_MPI_ADJUST_ALLREDUCE": "8",
+    "I_MPI_THREAD_YIELD": "2",
+    "I_MPI_PIN": "0",
+}
+GLOO = {
+    # The driver's own rendezvous waits; one dead host must not take minutes.
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "30",
+}
+#: Of Horovod on CPUs. It looks for gradients that are ready in cycles; those on one
+#: host cost next to nothing. Larger tensors than the threshold are not copied together.
+HOROVOD_ON_ONE_HOST = {"HOROVOD_CYCLE_TIME": "0.1"}
+HOROVOD_ON_CPU = {"HOROVOD_FUSION_THRESHOLD": str(1 << 20)}
+
+
+def missing(wanted: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Those settings that the user has not made."""
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def is_on_one_host(size: int, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher says that all ranks are on this host."""
+    for name in (
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "MPI_LOCALNRANKS",
+        "HOROVOD_LOCAL_SIZE",
+    ):
+        if environ.get(name, "").isdigit():
+            return int(environ[name]) == size
+    return False
