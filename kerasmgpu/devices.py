@@ -1,14 +1,18 @@
-"""This rank's devices: its GPU, its share of the CPU threads.
+"""This rank's devices: its GPU, its share of the CPU's cores and threads.
 
 The GPU paths are tested by their logic only; they have not run on a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Sequence
+from pathlib import Path
 
 import tensorflow as tf
 
+from kerasmgpu.collectives import all_gather_object
 from kerasmgpu.errors import LaunchError
 from kerasmgpu.topology import Topology
 
@@ -90,3 +94,55 @@ def share_cpu_threads(topology: Topology, cores: int | None = None) -> int | Non
     except RuntimeError:
         return None
     return threads
+
+
+def keep_to_own_cores(topology: Topology) -> list[int] | None:
+    """Keeps this rank to cores of its own: its share of those its host's ranks have.
+
+    A rank's threads wait for it to finish a step; where the system lets two ranks share
+    a core for a moment, while another is idle, both are late, and with them all others.
+    Nothing changes where a launcher has given the ranks different cores, where there
+    are fewer cores than ranks, and where KERASMGPU_PIN_CORES=0. Must be called on every
+    rank.
+
+    Returns:
+        The cores, or None where nothing was changed.
+    """
+    if topology.size == 1:
+        return None
+    allowed = os.sched_getaffinity(0)
+    wanted = os.environ.get("KERASMGPU_PIN_CORES", "1") != "0"
+    mine = (topology.node_rank, sorted(allowed), wanted)
+    everyone = all_gather_object(mine)
+    if any(other != mine for other in everyone if other[0] == mine[0]) or not wanted:
+        return None
+    cores = share_of_cores(
+        sorted(allowed, key=_place), topology.local_rank, topology.local_size
+    )
+    if cores is None or len(cores) == len(allowed):
+        return None
+    for thread in os.listdir("/proc/self/task"):  # Horovod's own runs already
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), cores)
+    return cores
+
+
+def share_of_cores(
+    cores: Sequence[int], local_rank: int, local_size: int
+) -> list[int] | None:
+    """A rank's share of its host's cores, or None where there are too few."""
+    if len(cores) < local_size:
+        return None
+    low = len(cores) * local_rank // local_size
+    high = len(cores) * (local_rank + 1) // local_size
+    return list(cores[low:high])
+
+
+def _place(core: int) -> tuple[int, int, int]:
+    """Sorts cores so that those of one socket, and of one physical core, are near."""
+    folder = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
+    try:
+        package = int((folder / "physical_package_id").read_text())
+        return package, int((folder / "core_id").read_text()), core
+    except (OSError, ValueError):
+        return 0, core, core

@@ -62,6 +62,28 @@ def test_openmpi_reduces_in_a_ring_and_yields() -> None:
     assert f"[0] 5 1 {cores}" in own.out
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.parametrize("wanted", ["1", "0"])
+def test_ranks_keep_to_cores_of_their_own(wanted: str) -> None:
+    show = python(
+        "import kerasmgpu; kerasmgpu.HorovodStrategy();"
+        "tasks = os.listdir('/proc/self/task');"
+        "cores = {tuple(sorted(os.sched_getaffinity(int(t)))) for t in tasks};"
+        "print('cores', cores)"
+    )
+    ended = run("-np", "2", *show, env={"KERASMGPU_PIN_CORES": wanted})
+    printed = [eval(line.partition("cores ")[2]) for line in ended.out.splitlines()]
+    every_core = tuple(sorted(os.sched_getaffinity(0)))
+    first, second = printed
+    if wanted == "0":
+        assert first == second == {every_core}
+    else:
+        assert len(first) == len(second) == 1
+        (mine,), (others,) = first, second
+        assert not set(mine) & set(others)
+        assert len(mine) == len(others) == len(every_core) // 2
+
+
 def test_what_the_user_has_set_wins() -> None:
     ended = run(
         *("-np", "1", "--env", "GIVEN=a b", "--env", "KEPT"),

@@ -243,5 +243,20 @@ def test_threads_are_shared_out(monkeypatch):
     assert devices.share_cpu_threads(two) is None
 
 
+@pytest.mark.parametrize(
+    ("cores", "size", "shares"),
+    [
+        ([0, 1], 2, [[0], [1]]),
+        ([0, 2, 1, 3], 2, [[0, 2], [1, 3]]),
+        ([4, 5, 6], 2, [[4], [5, 6]]),
+        ([0, 1], 3, [None, None, None]),
+        ([0, 1], 1, [[0, 1]]),
+    ],
+)
+def test_cores_are_shared_out(cores, size, shares):
+    received = [devices.share_of_cores(cores, rank, size) for rank in range(size)]
+    assert received == shares
+
+
 def test_join_is_once():
     assert collectives.join() is collectives.join()
