@@ -25,6 +25,7 @@ from kerasmgpu.collectives import (
 )
 from kerasmgpu.control import current_step
 from kerasmgpu.errors import InvalidArgumentError
+from kerasmgpu.fused_updates import fused_update
 from kerasmgpu.timing import timed
 
 if TYPE_CHECKING:
@@ -203,6 +204,14 @@ class RankedOptimizer(_Base):
             own = grads
             grads = timed("reduce", lambda: reducer.reduce(own), ready=list(own))
         return super()._clip_gradients(grads)
+
+    @tf.autograph.experimental.do_not_convert
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        plain = plain_class(self)
+        if topology().size == 1 or not fused_update(
+            self, plain, gradient, variable, learning_rate
+        ):
+            super().update_step(gradient, variable, learning_rate)
 
     @tf.autograph.experimental.do_not_convert
     def check_finite(self, grads: Any) -> Any:
