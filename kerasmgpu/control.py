@@ -19,12 +19,16 @@ import tensorflow as tf
 from kerasmgpu.collectives import reduce_tensor, topology
 from kerasmgpu.errors import InvalidArgumentError, RankMismatchError
 
-#: Entries of the control vector. A fingerprint and its square are summed, so that
-#: "all equal" can be read from sums: size * sum(f^2) == sum(f)^2.
-ROWS, STOP, MORE, PRINT, PRINT_SQUARED, PRINT_B, PRINT_B_SQUARED = range(7)
-#: Entries of the vector that the data pipeline puts beside each batch.
-META_ROWS, META_MORE, META_PRINT, META_PRINT_B = range(4)
-META_SIZE = 4
+#: Entries of the vector that the data pipeline puts beside each batch: this rank's
+#: rows, whether more batches follow, the rows of the global batch where this rank knows
+#: it (else 0), and two fingerprints of the first global batch (else 0).
+META_ROWS, META_MORE, META_TOTAL, META_PRINT, META_PRINT_B = range(5)
+META_SIZE = 5
+#: Entries of the control vector. After them come those of the batch that must be equal
+#: on all ranks, and then their squares: "all equal" can be read from sums, as
+#: size * sum(f^2) == sum(f)^2.
+ROWS, MORE, STOP, TOTAL, PRINT, PRINT_B = range(6)
+_COMPARED = (TOTAL, PRINT, PRINT_B)
 #: Fingerprints are below this, so that sums of squares stay exact in float64.
 PRINT_LIMIT = 1 << 16
 
@@ -78,31 +82,29 @@ def exchange(meta: tf.Tensor, stop: tf.Tensor, name: str) -> tf.Tensor:
     """Sums the control vector over ranks.
 
     Args:
-        meta: float64 `(4,)`: this rank's rows, whether more follow, two fingerprints.
+        meta: float64 `(META_SIZE,)`, what the data pipeline says of the batch.
         stop: float64 scalar, 1 where this rank asks to stop.
         name: the collective's name.
 
     Returns:
-        float64 `(7,)`, the sums.
+        float64 `(9,)`, the sums.
     """
-    first, second = meta[META_PRINT], meta[META_PRINT_B]
     with tf.device("CPU:0"):  # read by Python at once, not behind a GPU's queue
-        vector = tf.stack(
-            [
-                meta[META_ROWS],
-                stop,
-                meta[META_MORE],
-                first,
-                first * first,
-                second,
-                second * second,
-            ]
-        )
-        return reduce_tensor(vector, "sum", name)
+        compared = meta[META_TOTAL:]
+        own = [meta[:META_TOTAL], [stop], compared, compared * compared]
+        return reduce_tensor(tf.concat(own, 0), "sum", name)
 
 
-def make_step(meta: tf.Tensor, control: tf.Tensor, training: bool) -> Step:
-    rows, total = meta[META_ROWS], control[ROWS]
+def make_step(
+    meta: tf.Tensor, control: tf.Tensor, training: bool, same_batches: bool
+) -> Step:
+    """What is known of the step.
+
+    Where all ranks cut their rows out of the same batches, each knows by itself how
+    many rows there are in all: its gradients need not wait for the control vector.
+    """
+    rows = meta[META_ROWS]
+    total = meta[META_TOTAL] if same_batches else control[ROWS]
     weight = tf.cast(tf.math.divide_no_nan(rows, total), tf.float32)
     return Step(rows=rows, total_rows=total, weight=weight, training=training)
 
@@ -119,7 +121,7 @@ def read(control: np.ndarray, same_batches: bool) -> Agreement:
     """Reads the sums of a control vector; the same outcome on every rank.
 
     Args:
-        control: `(7,)`.
+        control: `(9,)`.
         same_batches: whether all ranks must see the same global batches
             (`sharding="batch"`).
 
@@ -135,8 +137,9 @@ def read(control: np.ndarray, same_batches: bool) -> Agreement:
             "Received: no row on any rank. Check that the data is not empty."
         )
     if same_batches:
-        for entry in (PRINT, PRINT_B):
-            if size * control[entry + 1] != control[entry] ** 2:
+        for entry in _COMPARED:
+            squares = control[entry + len(_COMPARED)]
+            if size * squares != control[entry] ** 2:
                 raise RankMismatchError(_DIFFERENT_DATA.format(rank=rank, size=size))
         if 0 < control[MORE] < size:
             raise RankMismatchError(

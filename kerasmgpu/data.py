@@ -17,7 +17,7 @@ take the same number of steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -108,27 +108,42 @@ class ShardedAdapter(FitData):
     # The pipeline.
 
     def _build(self) -> tf.data.Dataset:
+        finish, done = self._finish()
         if self.sharding == "batch":
-            batches = self._cut_arrays() or self._cut_batches()
+            batches = self._cut_arrays(finish) or self._cut_batches(finish)
         else:
-            batches = _map_batches(self.source.get_tf_dataset(), _own_batch)
+            batches = _map_numbered(
+                self.source.get_tf_dataset(),
+                lambda number, batch: finish(number, _own_batch(batch)),
+            )
+        if not done:
+            known = self._num_batches is not None
+            batches = (self._end_known if known else self._end_unknown)(batches)
+        if self._num_batches is not None and not self.with_row_ids:
+            batches = _with_length(batches, self._num_batches)
+        return batches.prefetch(2)
+
+    def _finish(self) -> tuple[Callable[[Any, Any], Any], bool]:
+        """What to make of `(number, item)` where batches are cut, and whether elements
+        are done with it: one stage of a pipeline is cheaper than two."""
         if self.with_row_ids:
-            numbered = batches.enumerate().map(_as_it_is(_with_row_ids))
-            return numbered.prefetch(tf.data.AUTOTUNE)
-        if self._num_batches is not None:
-            ended = self._end_known(batches)
-        elif self._endless:
-            ended = batches.map(_as_it_is(lambda item: _with_meta(item, True)))
-        else:
-            ended = self._end_unknown(batches)
-        return ended.prefetch(tf.data.AUTOTUNE)
+            return _with_row_ids, True
+        if self._num_batches is None:
+            if self._endless:
+                return (lambda number, item: _with_meta(item, True)), True
+            return (lambda number, item: item), False
+        if self._own_batches != self._num_batches:
+            return (lambda number, item: item), False
+        last = self._num_batches - 1
+        return (lambda number, item: _with_meta(item, number < last)), True
 
-    def _cut_batches(self) -> tf.data.Dataset:
-        numbered = self.source.get_tf_dataset().enumerate()
-        cut = _as_it_is(lambda number, batch: _cut(batch, number))
-        return numbered.map(cut, tf.data.AUTOTUNE)
+    def _cut_batches(self, finish: Callable[[Any, Any], Any]) -> tf.data.Dataset:
+        return _map_numbered(
+            self.source.get_tf_dataset(),
+            lambda number, batch: finish(number, _cut(batch, number)),
+        )
 
-    def _cut_arrays(self) -> tf.data.Dataset | None:
+    def _cut_arrays(self, finish: Callable[[Any, Any], Any]) -> tf.data.Dataset | None:
         """For arrays: batches of indices, of which only this rank's are gathered."""
         if not isinstance(self.source, ArrayDataAdapter):
             return None
@@ -139,7 +154,8 @@ class ShardedAdapter(FitData):
         arrays_dataset = tf.data.Dataset.from_tensors(arrays).repeat()
 
         def cut(number: tf.Tensor, batch: tf.Tensor, data: Any) -> Any:
-            low, high, rows = _row_range(tf.shape(batch, tf.int64)[0])
+            total = tf.shape(batch, tf.int64)[0]
+            low, high, rows = _row_range(total)
             mine = batch[low:high]
 
             def gather(these: tf.Tensor) -> Any:
@@ -153,12 +169,10 @@ class ShardedAdapter(FitData):
             first = tf.equal(number, 0)
             zeros = tf.zeros([2], tf.float64)
             prints = tf.cond(first, fingerprint, lambda: zeros)
-            return _item(gather(mine), rows, prints, low)
+            return finish(number, _item(gather(mine), rows, low, total, prints))
 
-        numbered = indices.enumerate()
-        zipped = tf.data.Dataset.zip((numbered, arrays_dataset))
-        one = _as_it_is(lambda item, data: cut(item[0], item[1], data))
-        return zipped.map(one, tf.data.AUTOTUNE)
+        zipped = tf.data.Dataset.zip((indices, arrays_dataset))
+        return _map_numbered(zipped, lambda number, both: cut(number, *both))
 
     def _end_known(self, batches: tf.data.Dataset) -> tf.data.Dataset:
         """Each rank has `num_batches` steps; one with fewer batches adds spare rows."""
@@ -166,14 +180,8 @@ class ShardedAdapter(FitData):
         if self._own_batches is not None and self._own_batches < number:
             spare = _spare_items(batches)
             batches = batches.concatenate(spare.take(number - self._own_batches))
-        numbered = batches.enumerate()
         last = tf.constant(number - 1, tf.int64)
-        ended = numbered.map(_as_it_is(lambda i, item: _with_meta(item, i < last)))
-        return (
-            ended.apply(tf.data.experimental.assert_cardinality(number))
-            if (ended.cardinality() == tf.data.UNKNOWN_CARDINALITY)
-            else ended
-        )
+        return _map_numbered(batches, lambda i, item: _with_meta(item, i < last))
 
     def _end_unknown(self, batches: tf.data.Dataset) -> tf.data.Dataset:
         """Looks one batch ahead; after the end come spare rows, for as long as others
@@ -206,7 +214,7 @@ def shard_dataset(dataset: tf.data.Dataset) -> tf.data.Dataset:
         low, high = bounds(rows, topology().rank, topology().size)
         return tree.map_structure(lambda leaf: _slice(leaf, low, high), batch)
 
-    return _map_batches(dataset, cut)
+    return _map_numbered(dataset, lambda _, batch: cut(batch))
 
 
 def shard_files(files: Sequence[Any]) -> list[Any]:
@@ -291,40 +299,52 @@ def _is_endless(source: Any) -> bool:
     return isinstance(source, PyDatasetAdapter) and source.num_batches is None
 
 
-# Items: a dict of the rows, how many count, fingerprints, and the first row's place ---
+# Items: the rows, how many count, the first one's place, the batch's rows, fingerprints
 
 
-def _item(data: Any, rows: tf.Tensor, prints: tf.Tensor, low: Any) -> dict[str, Any]:
+def _item(
+    data: Any, rows: Any, low: Any = 0, total: Any = 0, prints: Any = None
+) -> dict[str, Any]:
+    prints = tf.zeros([2], tf.float64) if prints is None else prints
     return {
         "data": data,
         "rows": tf.cast(rows, tf.int64),
+        "total": tf.cast(total, tf.int64),
         "prints": prints,
         "low": tf.cast(low, tf.int64),
     }
 
 
-def _map_batches(dataset: tf.data.Dataset, function: Any) -> tf.data.Dataset:
-    """`map` with the element as one argument (it would take a tuple apart)."""
-    numbered = dataset.enumerate()
-    one = _as_it_is(lambda _, batch: function(batch))
-    return numbered.map(one, tf.data.AUTOTUNE)
+def _map_numbered(
+    dataset: tf.data.Dataset, function: Callable[[Any, Any], Any]
+) -> tf.data.Dataset:
+    """`map` of `(number, element)`, the element as one argument also where a tuple."""
+    return dataset.enumerate().map(_as_it_is(function), tf.data.AUTOTUNE)
+
+
+def _with_length(dataset: tf.data.Dataset, number: int) -> tf.data.Dataset:
+    """The dataset, which has `number` elements, in a form that says so."""
+    if dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY:
+        return dataset.apply(tf.data.experimental.assert_cardinality(number))
+    return dataset
 
 
 def _cut(batch: Any, number: tf.Tensor) -> dict[str, Any]:
-    low, high, rows = _row_range(_number_of_rows(batch))
+    total = _number_of_rows(batch)
+    low, high, rows = _row_range(total)
     data = tree.map_structure(lambda leaf: _slice(leaf, low, high), batch)
     prints = tf.cond(
         tf.equal(number, 0),
         lambda: _fingerprint(batch),
         lambda: tf.zeros([2], tf.float64),
     )
-    return _item(data, rows, prints, low)
+    return _item(data, rows, low, total, prints)
 
 
 def _own_batch(batch: Any) -> dict[str, Any]:
     rows = _number_of_rows(batch)
     data = tree.map_structure(lambda leaf: _at_least_one_row(leaf, rows), batch)
-    return _item(data, rows, tf.zeros([2], tf.float64), 0)
+    return _item(data, rows)
 
 
 def _row_range(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
@@ -375,7 +395,8 @@ def _at_least_one_row(leaf: Any, rows: tf.Tensor) -> Any:
 
 
 def _with_meta(item: dict[str, Any], more: Any) -> dict[str, Any]:
-    head = tf.stack([tf.cast(item["rows"], tf.float64), tf.cast(more, tf.float64)])
+    numbers = (item["rows"], more, item["total"])
+    head = tf.stack([tf.cast(number, tf.float64) for number in numbers])
     meta = tf.concat([head, item["prints"]], 0)
     meta.set_shape([META_SIZE])
     return {DATA: item["data"], META: meta}
@@ -394,8 +415,7 @@ def _spare_items(batches: tf.data.Dataset) -> tf.data.Dataset:
 
 def _spare_item(spec: Any) -> dict[str, Any]:
     """An item of one row that counts nothing."""
-    zeros = tf.zeros([2], tf.float64)
-    return _item(spare_data(spec["data"]), tf.constant(0), zeros, 0)
+    return _item(spare_data(spec["data"]), rows=0)
 
 
 def spare_data(spec: Any) -> Any:

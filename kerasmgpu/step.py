@@ -230,7 +230,7 @@ class StepFunction:
         meta = element[META]
         name = f"kerasmgpu.control.{self._kind}"
         sums = control.exchange(meta, stop, name)
-        step = control.make_step(meta, sums, self.training)
+        step = control.make_step(meta, sums, self.training, self.same_batches)
         model = self.model
         with contextlib.ExitStack() as stack:
             stack.enter_context(control.in_step(step))
