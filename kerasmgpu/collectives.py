@@ -90,7 +90,11 @@ def join(stall_timeout_seconds: float = 60.0) -> Topology:
         return _topology
     _choose_transport_defaults(expected, stall_timeout_seconds)
     hvd = _horovod()
+    threads = transport.threads_of_process()
     hvd.init()
+    if not tf.config.list_physical_devices("GPU"):
+        started = transport.threads_of_process() - threads
+        transport.let_computation_go_first(started)
     check_size(hvd.size())
     if hvd.size() == 1:  # a Slurm script that runs python without srun
         print(

@@ -15,6 +15,7 @@ import tensorflow as tf
 from kerasmgpu.collectives import all_gather_object
 from kerasmgpu.errors import LaunchError
 from kerasmgpu.topology import Topology
+from kerasmgpu.transport import threads_of_process
 
 
 def pin_gpu(topology: Topology, memory_growth: bool) -> str | None:
@@ -121,9 +122,9 @@ def keep_to_own_cores(topology: Topology) -> list[int] | None:
     )
     if cores is None or len(cores) == len(allowed):
         return None
-    for thread in os.listdir("/proc/self/task"):  # Horovod's own runs already
+    for thread in threads_of_process():  # Horovod's own runs already
         with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(int(thread), cores)
+            os.sched_setaffinity(thread, cores)
     return cores
 
 

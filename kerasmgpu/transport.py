@@ -7,8 +7,9 @@ them for all ranks; `HorovodStrategy` sets what it still can under a bare `mpiru
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 OPEN_MPI = {
     # A rank that spins while it waits takes the core from one that computes.
@@ -34,6 +35,23 @@ GLOO = {
 #: host cost next to nothing. Larger tensors than the threshold are not copied together.
 HOROVOD_ON_ONE_HOST = {"HOROVOD_CYCLE_TIME": "0.1"}
 HOROVOD_ON_CPU = {"HOROVOD_FUSION_THRESHOLD": str(1 << 20)}
+
+
+def let_computation_go_first(threads: Iterable[int]) -> None:
+    """Makes threads of this process "batch" ones to the scheduler of the system.
+
+    Such a thread gets its share of the processors, but does not stop another at the
+    moment it wakes up. Horovod's thread wakes up every cycle; where it shares a core
+    with the computation, the other ranks wait for what it interrupts.
+    """
+    for thread in threads:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
+
+def threads_of_process() -> set[int]:
+    """This process's threads, by the system's numbers."""
+    return {int(name) for name in os.listdir("/proc/self/task")}
 
 
 def missing(wanted: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:

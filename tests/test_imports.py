@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "calibration": CORE | STEP,
     # `control` knows the step that the others take part in.
     **dict.fromkeys(STEP - {"control"}, CORE | {"control"}),
+    "devices": CORE | {"transport"},
     "optimizer": CORE | {"control", "timing", "fused_updates"},
     "state": CORE | {"optimizer"},
     "step": CORE | STEP | {"layers", "timing"},

@@ -69,6 +69,7 @@ def test_ranks_keep_to_cores_of_their_own(wanted: str) -> None:
         "import kerasmgpu; kerasmgpu.HorovodStrategy();"
         "tasks = os.listdir('/proc/self/task');"
         "cores = {tuple(sorted(os.sched_getaffinity(int(t)))) for t in tasks};"
+        "assert os.SCHED_BATCH in {os.sched_getscheduler(int(t)) for t in tasks};"
         "print('cores', cores)"
     )
     ended = run("-np", "2", *show, env={"KERASMGPU_PIN_CORES": wanted})
