@@ -30,6 +30,7 @@ from kerasmgpu.keras_compat import (
     get_data_adapter,
     split_for_validation,
 )
+from kerasmgpu.layers.fused_batch_norm import fused_normalization
 from kerasmgpu.optimizer import plain_class, unwrap_optimizer
 from kerasmgpu.predictions import gather_rows
 from kerasmgpu.session import AgreedFlag, Session, session_of, spanning
@@ -75,6 +76,16 @@ class RankedModel(_Base):
         if self.test_function is None or force:
             self.test_function = session.make_step(self.test_step, training=False)
         return self.test_function
+
+    # Steps ----------------------------------------------------------------------------
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        with _fusing(self):
+            return super().train_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with _fusing(self):
+            return super().test_step(*args, **kwargs)
 
     # Loops ----------------------------------------------------------------------------
 
@@ -365,6 +376,13 @@ class RankedModel(_Base):
 
     def export(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
         write_on_rank_zero(self, "export", filepath, *args, **kwargs)
+
+
+def _fusing(model: Any) -> Any:
+    session = session_of(model)
+    if session is None or not session.fuse_batch_norm:
+        return contextlib.nullcontext()
+    return fused_normalization(model)
 
 
 def _global_numbers(

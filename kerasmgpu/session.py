@@ -46,7 +46,8 @@ class Session:
 
     Args:
         model: the wrapped model.
-        sharding, gradient_reduction, gradient_compression: as of `HorovodStrategy`.
+        sharding, gradient_reduction, gradient_compression, fuse_batch_norm: as of
+            `HorovodStrategy`.
     """
 
     def __init__(
@@ -55,11 +56,13 @@ class Session:
         sharding: str,
         gradient_reduction: str,
         gradient_compression: str | None,
+        fuse_batch_norm: bool = True,
     ) -> None:
         self.model = model
         self.sharding = sharding
         self.gradient_reduction = gradient_reduction
         self.gradient_compression = gradient_compression
+        self.fuse_batch_norm = fuse_batch_norm
         self.local_depth = 0
         self.agreed: dict[str, bool] = dict.fromkeys(_STOP_FLAGS, False)
         self.last_step: StepFunction | None = None

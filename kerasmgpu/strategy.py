@@ -44,6 +44,8 @@ class HorovodStrategy:
             rows rank r takes rows k·r/N to k·(r+1)/N. "none": each rank brings batches
             of its own, for `fit`, validation, `evaluate` and `predict`; rows may differ
             by rank and over time, and `predict` returns this rank's rows.
+        fuse_batch_norm: compute BatchNormalization in training and evaluation by
+            TensorFlow's fused operation where it can: the same numbers, faster.
         memory_growth: take GPU memory as it is needed instead of all of it.
         stall_timeout_seconds: a rank that waits longer for others says on whom, and in
             what.
@@ -73,6 +75,7 @@ class HorovodStrategy:
         gradient_reduction: str = "mean",
         gradient_compression: str | None = None,
         sharding: str = "batch",
+        fuse_batch_norm: bool = True,
         memory_growth: bool = True,
         stall_timeout_seconds: float = 60,
     ) -> None:
@@ -88,6 +91,7 @@ class HorovodStrategy:
         self.gradient_reduction = gradient_reduction
         self.gradient_compression = gradient_compression
         self.sharding = sharding
+        self.fuse_batch_norm = fuse_batch_norm
         self._topology = collectives.join(float(stall_timeout_seconds))
         if gradient_reduction == "adasum" and self.size & (self.size - 1):
             raise InvalidArgumentError(
@@ -168,6 +172,7 @@ class HorovodStrategy:
                 sharding=self.sharding,
                 gradient_reduction=self.gradient_reduction,
                 gradient_compression=self.gradient_compression,
+                fuse_batch_norm=self.fuse_batch_norm,
             )
             self._models.add(model_or_optimizer)
             return model_or_optimizer

@@ -52,7 +52,15 @@ ALLOWED: dict[str, set[str]] = {
     "predictions": CORE,
     "model": CORE
     | STEP
-    | {"step", "callback_list", "files", "predictions", "fit_data", "session"},
+    | {
+        "step",
+        "callback_list",
+        "files",
+        "predictions",
+        "fit_data",
+        "session",
+        "layers",
+    },
     "session": CORE | STEP | {"step", "fit_data", "resume", "timing", "calibration"},
     "strategy": CORE | STEP | {"model", "session", "tensors"},
     "callbacks": BASE | {"collectives", "state", "files", "perf.model"},
