@@ -83,6 +83,10 @@ class StepFunction:
         self._trials_left = 10
         self._prepared = False
         self._variables_sent = 0
+        self._zero_or_one = tf.constant(0.0, tf.float64), tf.constant(1.0, tf.float64)
+        self._no_or_yes = tf.constant(False), tf.constant(True)
+        self._traced: Any = None
+        self._traced_for: Any = None
         self._ended: Any = None
         self._kind = "train" if training else "test"
         one_step = tf.autograph.experimental.do_not_convert(self._run_step)
@@ -103,10 +107,8 @@ class StepFunction:
         if iterator is self._ended:
             self._end_as_keras_does()
             raise StopIteration
-        flags = (
-            tf.constant(float(self.stop_requested()), tf.float64),
-            tf.constant(self._trials_left > 0),
-        )
+        trying = self._trials_left > 0
+        flags = self._zero_or_one[self.stop_requested()], self._no_or_yes[trying]
         if not isinstance(iterator, tf.data.Iterator):
             # train_on_batch and test_on_batch hand over one global batch.
             data, meta = shard_batch(next(iter(iterator)))
@@ -114,7 +116,7 @@ class StepFunction:
         elif self.model.run_eagerly:
             function, first = self._run_eagerly(iterator), self._next(iterator)
         else:
-            function, first = self._many_steps, iterator
+            function, first = self._many_steps_from(iterator, flags), iterator
         if not self._prepared:
             self._build(function, first, flags)
             self._prepare_once()
@@ -123,16 +125,26 @@ class StepFunction:
             logs, sums, meta, trials = function(first, *flags)
             sums, meta = np.asarray(sums), np.asarray(meta)
         self.steps_taken += 1
-        if len(self.model.variables) != self._variables_sent:
-            self._prepare_once()  # run eagerly, a step has made more of them
+        if self.model.run_eagerly and self._variables_sent != len(self.model.variables):
+            self._prepare_once()  # a step has made more of them
         agreed = control.read(sums, self.same_batches)
         self.total_rows = float(sums[control.ROWS])
         self.share = float(meta[control.META_ROWS] / self.total_rows)
         self.stop_agreed = agreed.stop
-        self._check_trials(np.asarray(trials))
+        if trying:
+            self._check_trials(np.asarray(trials))
         self._ended = None if agreed.more else iterator
         self.finished(self)
         return logs
+
+    def _many_steps_from(self, iterator: Any, flags: Any) -> Any:
+        """The traced function for an iterator: finding it again takes time a step."""
+        if not self._prepared:
+            return self._many_steps
+        if self._traced_for is not iterator:
+            self._traced = self._many_steps.get_concrete_function(iterator, *flags)
+            self._traced_for = iterator
+        return self._traced
 
     def _prepare_once(self) -> None:
         self.prepare()
@@ -253,8 +265,6 @@ class StepFunction:
         return logs, sums, meta, trials
 
     def _check_trials(self, trials: np.ndarray) -> None:
-        if self._trials_left == 0:
-            return
         if not self._trial_names:
             self._trials_left = 0
             return

@@ -1,0 +1,59 @@
+"""What a training step sends: each collective by name, and no other."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import kerasmgpu
+
+WEIGHTS = 4  # of the two dense layers below
+GRADIENTS = {f"kerasmgpu.gradients.0.{i}" for i in range(WEIGHTS)}
+CONTROL = {"kerasmgpu.control.train"}
+
+
+def collectives_of_a_step(sharding="batch", normalize=False, **compile_options):
+    """Names of the Horovod operations in the traced step of a small model."""
+    layers = [keras.Input((6,)), keras.layers.Dense(5)]
+    layers += [keras.layers.BatchNormalization(scale=False, center=False)] * normalize
+    model = keras.Sequential([*layers, keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.1, **compile_options.pop("sgd", {}))
+    model.compile(optimizer=optimizer, loss="mse", **compile_options)
+    model = kerasmgpu.HorovodStrategy(sharding=sharding).wrap(model)
+    model.fit(np.ones((8, 6)), np.ones(8), batch_size=4, epochs=1, verbose=0)
+    graph = model.train_function._traced.graph.as_graph_def()
+    nodes = list(graph.node)
+    for function in graph.library.function:
+        nodes.extend(function.node_def)
+    names = [node.name for node in nodes if node.op.startswith("Horovod")]
+    assert len(names) == len(set(names))
+    return set(names)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("sharding", ["batch", "none"])
+def test_one_control_vector_and_one_message_a_gradient(sharding):
+    assert collectives_of_a_step(sharding) == CONTROL | GRADIENTS
+
+
+@pytest.mark.world_size(2)
+def test_clipping_and_metrics_send_nothing_more():
+    found = collectives_of_a_step(
+        metrics=["mae"], weighted_metrics=["mse"], sgd={"global_clipnorm": 1.0}
+    )
+    assert found == CONTROL | GRADIENTS
+
+
+@pytest.mark.world_size(2)
+def test_all_moving_statistics_are_one_message():
+    found = collectives_of_a_step(normalize=True)
+    assert found == CONTROL | GRADIENTS | {"kerasmgpu.moving_statistics"}
+
+
+@pytest.mark.world_size(2)
+def test_accumulated_gradients_are_sent_once_an_update():
+    found = collectives_of_a_step(sgd={"gradient_accumulation_steps": 2})
+    in_every_step = {name for name in found if "/cond" not in name}
+    assert in_every_step == CONTROL
+    assert {name.rpartition("/")[2] for name in found - CONTROL} == GRADIENTS
