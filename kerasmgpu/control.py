@@ -152,8 +152,8 @@ def read(control: np.ndarray, same_batches: bool) -> Agreement:
 
 
 _DIFFERENT_DATA = (
-    "Rank {rank} of {size}: the ranks see different data. Expected the same first "
-    "global batch on every rank, of which each takes its rows "
+    "Rank {rank} of {size}: the ranks see different data. Expected the same "
+    "global batches on every rank, of which each takes its rows "
     '(sharding="batch"). As a rule a shuffle or a random augmentation differs. Three '
     "ways out: give it a seed (keras.utils.set_random_seed(1), or shuffle(..., "
     "seed=1)); create the dataset after the strategy, which shares rank 0's seed; or, "

@@ -109,6 +109,20 @@ def test_data_that_differs_by_rank():
         strategy().wrap(build()).fit(x, y, verbose=0)
 
 
+def test_a_later_batch_with_other_rows_on_one_rank():
+    x, y = classification(8)
+
+    def batches():
+        yield x[:4], y[:4]
+        rows = 4 + 2 * topology().rank
+        yield x[:rows], y[:rows]
+
+    signature = tuple(tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in (x, y))
+    data = tf.data.Dataset.from_generator(batches, output_signature=signature)
+    with pytest.raises(RuntimeError, match="different data"):
+        strategy().wrap(build()).fit(data, verbose=0)
+
+
 def test_a_shuffle_that_differs_by_rank():
     x, y = classification(64)
     data = tf.data.Dataset.from_tensor_slices((x, y))
