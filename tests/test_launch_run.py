@@ -243,7 +243,10 @@ def test_signals_reach_every_rank(options: list[str], number: signal.Signals) ->
 def test_a_closed_terminal_ends_the_job() -> None:
     save = (
         "import signal\n"
-        "def save(*_): open(os.environ['SAVED'] + str(rank), 'w'); sys.exit(1)\n"
+        "def save(*_):\n"
+        "    time.sleep(0.3)\n"
+        "    open(os.environ['SAVED'] + str(rank), 'w')\n"
+        "    sys.exit(1)\n"
         "signal.signal(signal.SIGHUP, save)\n"
         "print('ready', flush=True)\n"
         "while True: time.sleep(0.1)"
@@ -257,6 +260,8 @@ def test_a_closed_terminal_ends_the_job() -> None:
             "said = b''\n"
             "while said.count(b'ready') < 2: said += os.read(terminal, 1000)\n"
             "os.close(terminal)\n"
+            "time.sleep(0.02)\n"
+            "os.kill(pid, 1)\n"  # the kernel, too, may send SIGHUP twice
             "os.waitpid(pid, 0)"
         )
         job = Job(

@@ -305,8 +305,11 @@ class Runner:
     def _take_signals(self, now: float) -> None:
         while self._signals:
             number = self._signals.pop(0)
-            if self._stop_signal is not None:  # A second Ctrl-C: at once.
-                self._end(signal.SIGKILL, 0.0)
+            if self._stop_signal is not None:
+                # A second Ctrl-C: at once. A closed terminal may say so twice, to the
+                # session's leader and to its foreground group.
+                if number != signal.SIGHUP:
+                    self._end(signal.SIGKILL, 0.0)
                 continue
             self._stop_signal = number
             name = signal.Signals(number).name
