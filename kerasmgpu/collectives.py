@@ -88,11 +88,13 @@ def join(stall_timeout_seconds: float = 60.0) -> Topology:
     if expected == 1:
         _topology = Topology()
         return _topology
-    _choose_transport_defaults(expected, stall_timeout_seconds)
     hvd = _horovod()
+    # By the build, not by this rank's devices: ranks must not fuse differently.
+    on_cpus = not hvd.nccl_built()
+    _choose_transport_defaults(expected, on_cpus, stall_timeout_seconds)
     threads = transport.threads_of_process()
     hvd.init()
-    if not tf.config.list_physical_devices("GPU"):
+    if on_cpus:
         started = transport.threads_of_process() - threads
         transport.let_computation_go_first(started)
     check_size(hvd.size())
@@ -161,12 +163,14 @@ def _horovod() -> Any:
     return hvd
 
 
-def _choose_transport_defaults(size: int, stall_timeout_seconds: float) -> None:
+def _choose_transport_defaults(
+    size: int, on_cpus: bool, stall_timeout_seconds: float
+) -> None:
     """Makes the settings of `transport.py` that neither user nor launcher has made."""
     stall = str(max(1, int(stall_timeout_seconds)))
     wanted = {"HOROVOD_STALL_CHECK_TIME_SECONDS": stall, **transport.OPEN_MPI}
-    if not tf.config.list_physical_devices("GPU"):
-        wanted |= transport.HOROVOD_ON_CPU
+    if on_cpus:
+        wanted |= transport.HOROVOD_WITHOUT_NCCL
     if transport.is_on_one_host(size, os.environ):
         wanted |= transport.HOROVOD_ON_ONE_HOST
     os.environ.update(transport.missing(wanted, os.environ))

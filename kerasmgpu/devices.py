@@ -97,14 +97,14 @@ def share_cpu_threads(topology: Topology, cores: int | None = None) -> int | Non
     return threads
 
 
-def keep_to_own_cores(topology: Topology) -> list[int] | None:
+def keep_to_own_cores(topology: Topology, has_gpu: bool) -> list[int] | None:
     """Keeps this rank to cores of its own: its share of those its host's ranks have.
 
     A rank's threads wait for it to finish a step; where the system lets two ranks share
     a core for a moment, while another is idle, both are late, and with them all others.
-    Nothing changes where a launcher has given the ranks different cores, where there
-    are fewer cores than ranks, and where KERASMGPU_PIN_CORES=0. Must be called on every
-    rank.
+    Nothing changes on a host where a launcher has given the ranks different cores,
+    where there are fewer cores than ranks, where a rank has a GPU, and where
+    KERASMGPU_PIN_CORES=0. Must be called on every rank.
 
     Returns:
         The cores, or None where nothing was changed.
@@ -112,7 +112,7 @@ def keep_to_own_cores(topology: Topology) -> list[int] | None:
     if topology.size == 1:
         return None
     allowed = os.sched_getaffinity(0)
-    wanted = os.environ.get("KERASMGPU_PIN_CORES", "1") != "0"
+    wanted = os.environ.get("KERASMGPU_PIN_CORES", "1") != "0" and not has_gpu
     mine = (topology.node_rank, sorted(allowed), wanted)
     everyone = all_gather_object(mine)
     if any(other != mine for other in everyone if other[0] == mine[0]) or not wanted:
@@ -123,7 +123,7 @@ def keep_to_own_cores(topology: Topology) -> list[int] | None:
     if cores is None or len(cores) == len(allowed):
         return None
     for thread in threads_of_process():  # Horovod's own runs already
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(OSError):  # it has ended, or it is not allowed
             os.sched_setaffinity(thread, cores)
     return cores
 

@@ -1,8 +1,8 @@
 """Settings of MPI and Horovod that suit training, where the user has made none.
 
-They must stand in the environment before MPI and Horovod start. `kerasmgpu run` sets
-them for all ranks; `HorovodStrategy` sets what it still can under a bare `mpirun`.
-`kerasmgpu bench --tune` searches for better ones for a model on a machine.
+They must stand in the environment before MPI and Horovod start, the same on all ranks.
+`kerasmgpu run` sets those of MPI; `HorovodStrategy` sets Horovod's, and under a bare
+`mpirun` also those of MPI that a process can still choose.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ GLOO = {
     # The driver's own rendezvous waits; one dead host must not take minutes.
     "HOROVOD_GLOO_TIMEOUT_SECONDS": "30",
 }
-#: Of Horovod on CPUs. It looks for gradients that are ready in cycles; those on one
-#: host cost next to nothing. Larger tensors than the threshold are not copied together.
+#: Horovod looks for gradients that are ready in cycles (ms), cheap ones on one host.
 HOROVOD_ON_ONE_HOST = {"HOROVOD_CYCLE_TIME": "0.1"}
-HOROVOD_ON_CPU = {"HOROVOD_FUSION_THRESHOLD": str(1 << 20)}
+#: Without NCCL, tensors above this (bytes) are not copied together before sending.
+HOROVOD_WITHOUT_NCCL = {"HOROVOD_FUSION_THRESHOLD": str(1 << 20)}
 
 
 def let_computation_go_first(threads: Iterable[int]) -> None:
