@@ -28,6 +28,7 @@ import tensorflow as tf
 from kerasmgpu.collectives import reduce_tensor
 from kerasmgpu.control import Step, current_step
 from kerasmgpu.keras_compat import activity_losses_are_means, mask_of
+from kerasmgpu.overriding import overridden
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -48,7 +49,7 @@ def scaled_losses(model: Any, same_entries: bool) -> Iterator[None]:
         if step is None or loss.reduction in (None, "none"):
             return original(loss, y_true, y_pred, sample_weight)
         values: list[Any] = []
-        with _recorded(loss, values):
+        with overridden([loss], "call", lambda loss: _recording(loss, values)):
             result = original(loss, y_true, y_pred, sample_weight)
         if not values or values[-1].shape.rank == 0:
             return result
@@ -86,9 +87,8 @@ def _summed(regularizer: Any) -> Any:
     return scaled
 
 
-@contextlib.contextmanager
-def _recorded(loss: Any, values: list[Any]) -> Iterator[None]:
-    """Keeps what `loss.call` returns: the unreduced values, and their mask."""
+def _recording(loss: Any, values: list[Any]) -> Any:
+    """The loss's `call`, which also keeps what it returns: unreduced, with a mask."""
     call = loss.call
 
     def recording(*args: Any, **kwargs: Any) -> Any:
@@ -96,11 +96,7 @@ def _recorded(loss: Any, values: list[Any]) -> Iterator[None]:
         values.append(result)
         return result
 
-    object.__setattr__(loss, "call", recording)
-    try:
-        yield
-    finally:
-        object.__delattr__(loss, "call")
+    return recording
 
 
 def _factor(

@@ -21,6 +21,7 @@ from kerasmgpu.collectives import reduce_tensor, topology
 from kerasmgpu.control import current_step
 from kerasmgpu.errors import InvalidArgumentError
 from kerasmgpu.keras_compat import CompileMetrics, compiled_metrics, tree
+from kerasmgpu.overriding import overridden
 
 #: Outcome of trying a metric on a batch.
 UNKNOWN, FAILED, PASSED = -1, 0, 1
@@ -73,13 +74,21 @@ def watched_metrics(model: Any, try_metrics: tf.Tensor) -> Iterator[Watch]:
         try_metrics: bool scalar tensor: whether to try them in this step.
     """
     watch = Watch()
+
+    def trying(metric: Any) -> Any:
+        return _trying(metric, try_metrics, watch)
+
+    def recording(metric: Any) -> Any:
+        return _recording_results(metric, watch)
+
     with contextlib.ExitStack() as stack:
         for cls in (keras.metrics.Mean, keras.metrics.Sum):
             stack.enter_context(_numbers_count_by_rows(cls))
-        for metric in users_metrics(model):
-            stack.enter_context(_tried(metric, try_metrics, watch))
-        for metric in leaf_metrics(model):
-            stack.enter_context(_results_recorded(metric, watch))
+        for metrics, name, make in (
+            (users_metrics(model), "update_state", trying),
+            (leaf_metrics(model), "result", recording),
+        ):
+            stack.enter_context(overridden(metrics, name, make))
         yield watch
 
 
@@ -105,8 +114,7 @@ def _is_number(values: Any) -> bool:
     return shape is not None and len(shape) == 0
 
 
-@contextlib.contextmanager
-def _results_recorded(metric: Any, watch: Watch) -> Iterator[None]:
+def _recording_results(metric: Any, watch: Watch) -> Any:
     result = metric.result
 
     def recording() -> Any:
@@ -115,15 +123,10 @@ def _results_recorded(metric: Any, watch: Watch) -> Iterator[None]:
             watch.results[id(value)] = (value, metric)
         return value
 
-    object.__setattr__(metric, "result", recording)
-    try:
-        yield
-    finally:
-        object.__delattr__(metric, "result")
+    return recording
 
 
-@contextlib.contextmanager
-def _tried(metric: Any, try_metrics: tf.Tensor, watch: Watch) -> Iterator[None]:
+def _trying(metric: Any, try_metrics: tf.Tensor, watch: Watch) -> Any:
     update_state = metric.update_state
     busy = False
 
@@ -138,11 +141,7 @@ def _tried(metric: Any, try_metrics: tf.Tensor, watch: Watch) -> Iterator[None]:
             watch.trials[metric.name] = outcome
         return update_state(*args, **kwargs)
 
-    object.__setattr__(metric, "update_state", trying)
-    try:
-        yield
-    finally:
-        object.__delattr__(metric, "update_state")
+    return trying
 
 
 def _try_metric(

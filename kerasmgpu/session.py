@@ -111,6 +111,9 @@ class Session:
             yield
         finally:
             self._loop_thread = outer
+            for function in (self.model.train_function, self.model.test_function):
+                if outer is None and isinstance(function, StepFunction):
+                    function.let_go_of_data()
 
     @contextlib.contextmanager
     def fitted(self) -> Iterator[None]:

@@ -101,7 +101,11 @@ class StepFunction:
     def start_over(self) -> None:
         """Makes the next call `prepare` again."""
         self._prepared = False
-        self._ended = None
+        self.let_go_of_data()
+
+    def let_go_of_data(self) -> None:
+        """Forgets the iterator, which would keep the user's data in memory."""
+        self._traced_for = self._ended = None
 
     def __call__(self, iterator: Any) -> Any:
         if iterator is self._ended:

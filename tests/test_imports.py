@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 BASE = {"errors", "topology"}
-CORE = BASE | {"report", "collectives", "keras_compat"}
+CORE = BASE | {"report", "collectives", "keras_compat", "overriding"}
 STEP = {"devices", "control", "data", "losses", "metrics", "state", "optimizer"}
 
 # Module (or the sub-package it is in) -> modules of this project it may import. A
@@ -37,6 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "control": CORE,
     "fit_data": CORE,
     "timing": set(),
+    "overriding": set(),
     "fused_updates": set(),
     "calibration": CORE | STEP,
     # `control` knows the step that the others take part in.

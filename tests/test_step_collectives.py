@@ -23,9 +23,8 @@ def collectives_of_a_step(sharding="batch", normalize=False, **compile_options):
     model = kerasmgpu.HorovodStrategy(sharding=sharding).wrap(model)
     model.fit(np.ones((8, 6)), np.ones(8), batch_size=4, epochs=1, verbose=0)
     graph = model.train_function._traced.graph.as_graph_def()
-    nodes = list(graph.node)
-    for function in graph.library.function:
-        nodes.extend(function.node_def)
+    inner = graph.library  # the functions that the graph calls
+    nodes = [*graph.node, *(node for f in inner.function for node in f.node_def)]
     names = [node.name for node in nodes if node.op.startswith("Horovod")]
     assert len(names) == len(set(names))
     return set(names)

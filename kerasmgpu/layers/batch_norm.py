@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from kerasmgpu.collectives import reduce_tensor
 from kerasmgpu.control import Step, current_step
+from kerasmgpu.overriding import overridden
 
 
 @contextlib.contextmanager
@@ -27,13 +28,8 @@ def synchronized_moments(model: Any) -> Iterator[None]:
         if isinstance(layer, keras.layers.BatchNormalization)
         and getattr(layer, "synchronized", False)
     ]
-    for layer in layers:
-        object.__setattr__(layer, "_moments", _moments_of(layer))
-    try:
+    with overridden(layers, "_moments", _moments_of):
         yield
-    finally:
-        for layer in layers:
-            object.__delattr__(layer, "_moments")
 
 
 def _moments_of(layer: Any) -> Any:

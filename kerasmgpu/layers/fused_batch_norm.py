@@ -15,6 +15,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kerasmgpu.overriding import overridden
+
 #: The smallest epsilon that the fused operation takes on GPUs.
 _SMALLEST_EPSILON = 1.001e-5
 
@@ -27,13 +29,8 @@ def fused_normalization(model: Any) -> Iterator[None]:
     inside, no renorm, and not synchronized.
     """
     layers = [layer for layer in model._flatten_layers() if _may_be_fused(layer)]
-    for layer in layers:
-        object.__setattr__(layer, "call", _fused_call(layer))
-    try:
+    with overridden(layers, "call", _fused_call):
         yield
-    finally:
-        for layer in layers:
-            object.__delattr__(layer, "call")
 
 
 def _may_be_fused(layer: Any) -> bool:
