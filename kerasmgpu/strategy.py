@@ -101,6 +101,7 @@ class HorovodStrategy:
         self.gpu = devices.pin_gpu(self._topology, memory_growth)
         devices.share_cpu_threads(self._topology)
         devices.keep_to_own_cores(self._topology, has_gpu=self.gpu is not None)
+        devices.keep_freed_memory(self._topology, has_gpu=self.gpu is not None)
         state.share_random_seeds()
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()
 

@@ -142,7 +142,8 @@ def test_ring_and_yield_unless_the_user_says_otherwise() -> None:
     settings = commands.default_environment(OPENMPI5, {})
     assert settings == {
         "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
-        "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
+        "OMPI_MCA_coll_tuned_allreduce_algorithm": "5",
+        "OMPI_MCA_coll_tuned_allreduce_algorithm_segmentsize": "1048576",
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_MCA_smsc": "^cma",
     }

@@ -57,9 +57,9 @@ def test_openmpi_reduces_in_a_ring_and_yields() -> None:
         "os.environ['OMPI_MCA_mpi_yield_when_idle'], len(os.sched_getaffinity(0)))"
     )
     cores = len(os.sched_getaffinity(0))
-    assert f"[0] 4 1 {cores}" in run("-np", "2", *show).out
-    own = run("-np", "2", *show, env={"OMPI_MCA_coll_tuned_allreduce_algorithm": "5"})
-    assert f"[0] 5 1 {cores}" in own.out
+    assert f"[0] 5 1 {cores}" in run("-np", "2", *show).out
+    own = run("-np", "2", *show, env={"OMPI_MCA_coll_tuned_allreduce_algorithm": "4"})
+    assert f"[0] 4 1 {cores}" in own.out
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")

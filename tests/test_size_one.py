@@ -258,5 +258,17 @@ def test_cores_are_shared_out(cores, size, shares):
     assert received == shares
 
 
+def test_freed_memory_is_kept_where_ranks_compute_on_cpus(monkeypatch):
+    two = Topology(size=2, local_size=2)
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    assert not devices.keep_freed_memory(Topology(), has_gpu=False)
+    assert not devices.keep_freed_memory(two, has_gpu=True)
+    monkeypatch.setenv("KERASMGPU_KEEP_MEMORY", "0")
+    assert not devices.keep_freed_memory(two, has_gpu=False)
+    monkeypatch.delenv("KERASMGPU_KEEP_MEMORY")
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    assert not devices.keep_freed_memory(two, has_gpu=False)
+
+
 def test_join_is_once():
     assert collectives.join() is collectives.join()
