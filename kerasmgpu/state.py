@@ -27,7 +27,7 @@ from kerasmgpu.errors import RankMismatchError
 from kerasmgpu.optimizer import accumulators
 
 #: Variables are broadcast in pieces of about this many bytes.
-_PIECE_BYTES = 64 << 20
+_PIECE_BYTES = 16 << 20
 #: What TensorFlow reports as the global seed when none was set.
 _NO_SEED = 87654321
 _seed_of_ours: int | None = None
