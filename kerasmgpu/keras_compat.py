@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import tree as tree
-from keras.src.backend import get_keras_mask
+from keras.src.backend import get_keras_mask, set_keras_mask
 from keras.src.backend.common import global_state
 from keras.src.saving import object_registration, saving_lib
 from keras.src.trainers.compile_utils import CompileMetrics as CompileMetrics
@@ -37,6 +37,11 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import (
 def mask_of(value: Any) -> Any:
     """The mask that Keras attached to a tensor, or None."""
     return get_keras_mask(value)
+
+
+def set_mask(value: Any, mask: Any) -> None:
+    """Attaches a mask to a tensor, as Keras's layers do."""
+    set_keras_mask(value, mask)
 
 
 @functools.cache

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kerasmgpu import metrics, report, state
+from kerasmgpu import metrics, report, state, xla_step
 from kerasmgpu.callback_list import RankCallbackList, flat
 from kerasmgpu.collectives import reduce_tensor, topology
 from kerasmgpu.data import DATA, ROW_IDS, ShardedAdapter, spare_data
@@ -65,7 +64,6 @@ class RankedModel(_Base):
             return super().make_train_function(force)
         if self.train_function is None or force:
             session.wrap_optimizers()
-            _say_that_xla_is_off(self, session)
             self.train_function = session.make_step(self.train_step, training=True)
         return self.train_function
 
@@ -80,7 +78,10 @@ class RankedModel(_Base):
     # Steps ----------------------------------------------------------------------------
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        session = spanning(self)
         with _fusing(self):
+            if session is not None and session.uses_xla(super().train_step, *args):
+                return xla_step.train_step(self, *args)
             return super().train_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -449,17 +450,6 @@ def _own_functions(model: Any, name: str) -> Iterator[None]:
         yield
     finally:
         setattr(model, name, held)
-
-
-def _say_that_xla_is_off(model: Any, session: Session) -> None:
-    if model.jit_compile and not session.jit_warned and topology().is_rank_zero:
-        warnings.warn(
-            "jit_compile is on, and XLA cannot compile the exchange of gradients: a "
-            "wrapped model's steps run without XLA on more than one rank. The numbers "
-            "are the same. Compile with jit_compile=False to silence this.",
-            stacklevel=2,
-        )
-    session.jit_warned = True
 
 
 # Wrapping -----------------------------------------------------------------------------

@@ -10,8 +10,9 @@ one weighs and reduces.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -37,6 +38,22 @@ else:
 _weighed: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "kerasmgpu_weighed", default=False
 )
+
+
+#: Set where updates are to be compiled by XLA.
+_compiled: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "kerasmgpu_compiled", default=False
+)
+
+
+@contextlib.contextmanager
+def compiled_update() -> Iterator[None]:
+    """While it lasts, XLA compiles what optimizers do with the reduced gradients."""
+    token = _compiled.set(True)
+    try:
+        yield
+    finally:
+        _compiled.reset(token)
 
 
 def applying() -> bool:
@@ -187,8 +204,18 @@ class RankedOptimizer(_Base):
                 return weighed if _accumulates(self) else reducer.reduce(weighed)
 
             grads = timed("reduce", exchange, ready=list(own))
+        outermost = not _weighed.get()
         token = _weighed.set(True)
         try:
+            # One that accumulates reduces inside of `apply`, which XLA cannot compile.
+            if _compiled.get() and outermost and not _accumulates(self):
+                apply = super().apply
+                update = tf.function(
+                    lambda reduced: apply(reduced, trainable_variables),
+                    jit_compile=True,
+                    autograph=False,
+                )
+                return update(grads)
             return super().apply(grads, trainable_variables)
         finally:
             _weighed.reset(token)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from kerasmgpu import metrics, report, state
+from kerasmgpu import metrics, report, state, xla_step
 from kerasmgpu.calibration import seconds_alone
 from kerasmgpu.collectives import all_gather_object, reduce_tensor, topology
 from kerasmgpu.errors import CollectiveError, RankMismatchError
@@ -68,7 +69,7 @@ class Session:
         self.last_step: StepFunction | None = None
         self.summed_metrics: list[Any] | None = None
         self.metric_starts: dict[int, Any] | None = None
-        self.jit_warned = False
+        self._xla: bool | None = None
         self.fitting = False
         self.accumulated_apart = False
         # Of the `fit` under way, for callbacks.
@@ -289,6 +290,32 @@ class Session:
         )
         function.timers = self.timers if training else None
         return function
+
+    def uses_xla(self, train_step: Any, data: Any = None) -> bool:
+        """Whether the step is compiled by XLA; says once where it cannot be.
+
+        Must be called inside a step that is being traced.
+
+        Args:
+            train_step: the model's own.
+            data: the batch.
+        """
+        if not self.model.jit_compile or self.model.run_eagerly:
+            return False
+        if self._xla is None:
+            why: str | None = "the model has a train_step of its own"
+            if xla_step.is_keras_step(train_step):
+                why = xla_step.what_xla_refuses(self.model, data)
+            self._xla = why is None
+            if why is not None and topology().is_rank_zero:
+                warnings.warn(
+                    "jit_compile is on, and this model's training step cannot be "
+                    f"compiled by XLA on several ranks: {why}. It runs without XLA, "
+                    "with the same numbers. Compile with jit_compile=False to silence "
+                    "this.",
+                    stacklevel=2,
+                )
+        return self._xla
 
     def _note_metric_starts(self) -> None:
         if self.metric_starts is None:

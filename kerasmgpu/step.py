@@ -92,7 +92,7 @@ class StepFunction:
         one_step = tf.autograph.experimental.do_not_convert(self._run_step)
         many_steps = tf.autograph.experimental.do_not_convert(self._run_steps)
         if not model.run_eagerly:
-            # Not compiled by XLA, which cannot hold a collective of Horovod's.
+            # XLA cannot hold a collective of Horovod's; xla_step.py compiles the rest.
             one_step = tf.function(one_step, reduce_retracing=True, jit_compile=False)
             many_steps = tf.function(many_steps, reduce_retracing=True)
         self._one_step: Any = one_step

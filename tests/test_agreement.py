@@ -281,17 +281,6 @@ def test_several_strategies_in_one_process():
     assert_ranks_agree(second)
 
 
-def test_jit_compile_works_without_xla():
-    x, y = classification(16)
-    model = strategy().wrap(build(jit_compile=True))
-    if topology().rank == 0:
-        with pytest.warns(UserWarning, match="without XLA"):
-            model.fit(x, y, verbose=0)
-    else:
-        model.fit(x, y, verbose=0)
-    assert_ranks_agree(model)
-
-
 def test_metrics_are_kept_apart_from_a_second_model():
     """Two models trained in turn do not disturb each other's step functions."""
     x, y = classification(16)

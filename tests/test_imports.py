@@ -45,6 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "devices": CORE | {"transport"},
     "optimizer": CORE | {"control", "timing", "fused_updates"},
     "state": CORE | {"optimizer"},
+    "xla_step": CORE | {"control", "optimizer"},
     "step": CORE | STEP | {"layers", "timing"},
     "data": CORE | {"control", "fit_data", "state"},
     "resume": CORE | STEP | {"step", "fit_data", "callback_list"},
@@ -61,8 +62,11 @@ ALLOWED: dict[str, set[str]] = {
         "fit_data",
         "session",
         "layers",
+        "xla_step",
     },
-    "session": CORE | STEP | {"step", "fit_data", "resume", "timing", "calibration"},
+    "session": CORE
+    | STEP
+    | {"step", "fit_data", "resume", "timing", "calibration", "xla_step"},
     "strategy": CORE | STEP | {"model", "session", "tensors"},
     "callbacks": BASE | {"collectives", "state", "files", "perf.model"},
     "layers": CORE | {"control"},
