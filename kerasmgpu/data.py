@@ -210,9 +210,9 @@ def shard_dataset(dataset: tf.data.Dataset) -> tf.data.Dataset:
         return dataset
 
     def cut(batch: Any) -> Any:
-        rows = _number_of_rows(batch)
+        rows = number_of_rows(batch)
         low, high = bounds(rows, topology().rank, topology().size)
-        return tree.map_structure(lambda leaf: _slice(leaf, low, high), batch)
+        return tree.map_structure(lambda leaf: rows_between(leaf, low, high), batch)
 
     return _map_numbered(dataset, lambda _, batch: cut(batch))
 
@@ -330,9 +330,9 @@ def _with_length(dataset: tf.data.Dataset, number: int) -> tf.data.Dataset:
 
 
 def _cut(batch: Any, number: tf.Tensor) -> dict[str, Any]:
-    total = _number_of_rows(batch)
+    total = number_of_rows(batch)
     low, high, rows = _row_range(total)
-    data = tree.map_structure(lambda leaf: _slice(leaf, low, high), batch)
+    data = tree.map_structure(lambda leaf: rows_between(leaf, low, high), batch)
     prints = tf.cond(
         tf.equal(number, 0),
         lambda: _fingerprint(batch),
@@ -342,7 +342,7 @@ def _cut(batch: Any, number: tf.Tensor) -> dict[str, Any]:
 
 
 def _own_batch(batch: Any) -> dict[str, Any]:
-    rows = _number_of_rows(batch)
+    rows = number_of_rows(batch)
     data = tree.map_structure(lambda leaf: _at_least_one_row(leaf, rows), batch)
     return _item(data, rows)
 
@@ -357,7 +357,7 @@ def _row_range(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     return low, high, counted
 
 
-def _number_of_rows(batch: Any) -> tf.Tensor:
+def number_of_rows(batch: Any) -> tf.Tensor:
     for leaf in tree.flatten(batch):
         if isinstance(leaf, tf.RaggedTensor):
             return tf.cast(leaf.nrows(), tf.int64)
@@ -370,7 +370,7 @@ def _number_of_rows(batch: Any) -> tf.Tensor:
     )
 
 
-def _slice(leaf: Any, low: Any, high: Any) -> Any:
+def rows_between(leaf: Any, low: Any, high: Any) -> Any:
     if leaf is None or isinstance(leaf, tf.experimental.Optional):
         return leaf
     if isinstance(leaf, tf.SparseTensor):
@@ -403,7 +403,7 @@ def _with_meta(item: dict[str, Any], more: Any) -> dict[str, Any]:
 
 
 def _with_row_ids(number: tf.Tensor, item: dict[str, Any]) -> dict[str, Any]:
-    length = _number_of_rows(item["data"])
+    length = number_of_rows(item["data"])
     place = tf.range(length, dtype=tf.int64)
     ids = number * ROW_ID_STRIDE + item["low"] + place
     return {DATA: item["data"], ROW_IDS: tf.where(place < item["rows"], ids, -1)}

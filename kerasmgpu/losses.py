@@ -19,6 +19,7 @@ releases in which it adds up over rows.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,11 @@ from kerasmgpu.collectives import reduce_tensor
 from kerasmgpu.control import Step, current_step
 from kerasmgpu.keras_compat import activity_losses_are_means, mask_of
 from kerasmgpu.overriding import overridden
+
+#: In a step that is run in pieces: what losses divided by so far, and the totals.
+_pieces: contextvars.ContextVar[tuple[list[Any], Any] | None] = contextvars.ContextVar(
+    "kerasmgpu_divisors", default=None
+)
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -136,6 +142,35 @@ def _factor(
         divisor = tf.cast(tf.size(values), tf.float64)
     divisor = tf.reduce_sum(divisor)
     divisor = tf.where(step.rows > 0, divisor, tf.zeros_like(divisor))
-    total = reduce_tensor(divisor, "sum")
+    total = _total(divisor)
     share = tf.cast(tf.math.divide_no_nan(divisor, total), tf.float32)
     return share * step.per_row_scale
+
+
+def _total(divisor: tf.Tensor) -> tf.Tensor:
+    """Over all rows of the step: summed at once, or counted before (`divisors`)."""
+    pieces = _pieces.get()
+    if pieces is None:
+        return reduce_tensor(divisor, "sum")
+    found, totals = pieces
+    found.append(divisor)
+    return divisor if totals is None else totals[len(found) - 1]
+
+
+@contextlib.contextmanager
+def divisors(totals: list[tf.Tensor] | None) -> Iterator[list[tf.Tensor]]:
+    """While it lasts, the losses of a piece of a step send nothing.
+
+    Args:
+        totals: what each loss divides by in the whole step; None where that is being
+            counted, and the losses' values mean nothing.
+
+    Yields:
+        What each loss divides by in this piece.
+    """
+    found: list[tf.Tensor] = []
+    token = _pieces.set((found, totals))
+    try:
+        yield found
+    finally:
+        _pieces.reset(token)

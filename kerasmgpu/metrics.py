@@ -10,6 +10,7 @@ rank's rows) counts by the rank's share of the rows.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -65,6 +66,11 @@ class Watch:
         self.results: dict[int, tuple[Any, Any]] = {}
 
 
+_watch: contextvars.ContextVar[Watch | None] = contextvars.ContextVar(
+    "kerasmgpu_watch", default=None
+)
+
+
 @contextlib.contextmanager
 def watched_metrics(model: Any, try_metrics: tf.Tensor) -> Iterator[Watch]:
     """While it lasts, plain numbers count by rows, and a user's metrics are tried.
@@ -82,18 +88,54 @@ def watched_metrics(model: Any, try_metrics: tf.Tensor) -> Iterator[Watch]:
         return _recording_results(metric, watch)
 
     with contextlib.ExitStack() as stack:
-        for cls in (keras.metrics.Mean, keras.metrics.Sum):
-            stack.enter_context(_numbers_count_by_rows(cls))
+        stack.enter_context(numbers_count_by_rows())
         for metrics, name, make in (
             (users_metrics(model), "update_state", trying),
             (leaf_metrics(model), "result", recording),
         ):
             stack.enter_context(overridden(metrics, name, make))
-        yield watch
+        token = _watch.set(watch)
+        try:
+            yield watch
+        finally:
+            _watch.reset(token)
 
 
 @contextlib.contextmanager
-def _numbers_count_by_rows(cls: Any) -> Iterator[None]:
+def trials_apart(keep: bool = False) -> Iterator[dict[str, tf.Tensor]]:
+    """While it lasts, trials are noted in the dictionary that it yields.
+
+    Args:
+        keep: note them where the step has its own.
+    """
+    watch = _watch.get() or Watch()
+    if keep:
+        yield watch.trials
+        return
+    whole, watch.trials = watch.trials, {}
+    try:
+        yield watch.trials
+    finally:
+        watch.trials = whole
+
+
+def join_trials(one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+    """The outcome of two trials, of which one may be unknown."""
+    least, most = tf.minimum(one, other), tf.maximum(one, other)
+    return tf.where(least == UNKNOWN, most, least)
+
+
+@contextlib.contextmanager
+def numbers_count_by_rows() -> Iterator[None]:
+    """While it lasts, a `Mean` or `Sum` of a plain number counts by the step's rows."""
+    with contextlib.ExitStack() as stack:
+        for cls in (keras.metrics.Mean, keras.metrics.Sum):
+            stack.enter_context(_by_rows(cls))
+        yield
+
+
+@contextlib.contextmanager
+def _by_rows(cls: Any) -> Iterator[None]:
     original = cls.update_state
 
     def update_state(metric: Any, values: Any, sample_weight: Any = None) -> Any:

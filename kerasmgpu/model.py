@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from kerasmgpu.keras_compat import (
     split_for_validation,
 )
 from kerasmgpu.layers.fused_batch_norm import fused_normalization
+from kerasmgpu.micro_batches import check_can_split, train_in_pieces
 from kerasmgpu.optimizer import plain_class, unwrap_optimizer
 from kerasmgpu.predictions import gather_rows
 from kerasmgpu.session import AgreedFlag, Session, session_of, spanning
@@ -59,6 +61,10 @@ class RankedModel(_Base):
             session.wrap_optimizers()
 
     def make_train_function(self, force: bool = False) -> Any:
+        own = session_of(self)
+        if own is not None and own.micro_batch_size is not None:
+            check_can_split(self, plain_class(self))
+            _turn_xla_off(self)
         session = spanning(self)
         if session is None:
             return super().make_train_function(force)
@@ -78,8 +84,10 @@ class RankedModel(_Base):
     # Steps ----------------------------------------------------------------------------
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
-        session = spanning(self)
+        own, session = session_of(self), spanning(self)
         with _fusing(self):
+            if own is not None and own.micro_batch_size is not None:
+                return train_in_pieces(self, args[0], own.micro_batch_size)
             if session is not None and session.uses_xla(super().train_step, *args):
                 return xla_step.train_step(self, *args)
             return super().train_step(*args, **kwargs)
@@ -450,6 +458,18 @@ def _own_functions(model: Any, name: str) -> Iterator[None]:
         yield
     finally:
         setattr(model, name, held)
+
+
+def _turn_xla_off(model: Any) -> None:
+    """For steps in pieces: XLA wants to know how many rows a piece has."""
+    if model.jit_compile and topology().is_rank_zero:
+        warnings.warn(
+            "jit_compile is on, and a step in pieces (micro_batch_size) runs without "
+            "XLA, with the same numbers. Compile with jit_compile=False to silence "
+            "this.",
+            stacklevel=2,
+        )
+    model.jit_compile = False
 
 
 # Wrapping -----------------------------------------------------------------------------

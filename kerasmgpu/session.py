@@ -47,8 +47,8 @@ class Session:
 
     Args:
         model: the wrapped model.
-        sharding, gradient_reduction, gradient_compression, fuse_batch_norm: as of
-            `HorovodStrategy`.
+        sharding, gradient_reduction, gradient_compression, fuse_batch_norm,
+        micro_batch_size: as of `HorovodStrategy`.
     """
 
     def __init__(
@@ -58,12 +58,14 @@ class Session:
         gradient_reduction: str,
         gradient_compression: str | None,
         fuse_batch_norm: bool = True,
+        micro_batch_size: int | None = None,
     ) -> None:
         self.model = model
         self.sharding = sharding
         self.gradient_reduction = gradient_reduction
         self.gradient_compression = gradient_compression
         self.fuse_batch_norm = fuse_batch_norm
+        self.micro_batch_size = micro_batch_size
         self.local_depth = 0
         self.agreed: dict[str, bool] = dict.fromkeys(_STOP_FLAGS, False)
         self.last_step: StepFunction | None = None

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from kerasmgpu import collectives, data, devices, state, tensors
 from kerasmgpu.errors import InvalidArgumentError, InvalidTypeError, check_one_of
+from kerasmgpu.micro_batches import check_micro_batch_size
 from kerasmgpu.model import unwrap_model, wrap_model
 from kerasmgpu.optimizer import (
     COMPRESSIONS,
@@ -46,6 +47,9 @@ class HorovodStrategy:
             by rank and over time, and `predict` returns this rank's rows.
         fuse_batch_norm: compute BatchNormalization in training and evaluation by
             TensorFlow's fused operation where it can: the same numbers, faster.
+        micro_batch_size: at most so many rows of a rank at a time: a training step runs
+            them piece by piece and updates once, with the numbers of the whole step and
+            less memory (see the README). None (default): all at once.
         memory_growth: take GPU memory as it is needed instead of all of it.
         stall_timeout_seconds: a rank that waits longer for others says on whom, and in
             what.
@@ -76,12 +80,14 @@ class HorovodStrategy:
         gradient_compression: str | None = None,
         sharding: str = "batch",
         fuse_batch_norm: bool = True,
+        micro_batch_size: int | None = None,
         memory_growth: bool = True,
         stall_timeout_seconds: float = 60,
     ) -> None:
         check_one_of("gradient_reduction", gradient_reduction, REDUCTIONS)
         check_one_of("gradient_compression", gradient_compression, COMPRESSIONS)
         check_one_of("sharding", sharding, data.SHARDINGS)
+        check_micro_batch_size(micro_batch_size)
         if not stall_timeout_seconds > 0:
             raise InvalidArgumentError(
                 "Expected stall_timeout_seconds to be a positive number of seconds. "
@@ -92,6 +98,7 @@ class HorovodStrategy:
         self.gradient_compression = gradient_compression
         self.sharding = sharding
         self.fuse_batch_norm = fuse_batch_norm
+        self.micro_batch_size = micro_batch_size
         self._topology = collectives.join(float(stall_timeout_seconds))
         if gradient_reduction == "adasum" and self.size & (self.size - 1):
             raise InvalidArgumentError(
@@ -173,6 +180,7 @@ class HorovodStrategy:
                 gradient_reduction=self.gradient_reduction,
                 gradient_compression=self.gradient_compression,
                 fuse_batch_norm=self.fuse_batch_norm,
+                micro_batch_size=self.micro_batch_size,
             )
             self._models.add(model_or_optimizer)
             return model_or_optimizer

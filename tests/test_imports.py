@@ -46,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "optimizer": CORE | {"control", "timing", "fused_updates"},
     "state": CORE | {"optimizer"},
     "xla_step": CORE | {"control", "optimizer"},
+    "micro_batches": CORE | STEP,
     "step": CORE | STEP | {"layers", "timing"},
     "data": CORE | {"control", "fit_data", "state"},
     "resume": CORE | STEP | {"step", "fit_data", "callback_list"},
@@ -56,6 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     | STEP
     | {
         "step",
+        "micro_batches",
         "callback_list",
         "files",
         "predictions",
@@ -67,7 +69,7 @@ ALLOWED: dict[str, set[str]] = {
     "session": CORE
     | STEP
     | {"step", "fit_data", "resume", "timing", "calibration", "xla_step"},
-    "strategy": CORE | STEP | {"model", "session", "tensors"},
+    "strategy": CORE | STEP | {"micro_batches", "model", "session", "tensors"},
     "callbacks": BASE | {"collectives", "state", "files", "perf.model"},
     "layers": CORE | {"control"},
     "launch": BASE | {"report", "transport"},
