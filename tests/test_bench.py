@@ -10,9 +10,9 @@ import numpy as np
 import psutil
 import pytest
 
-from kerasmgpu.cli import bench, main
-from kerasmgpu.errors import LaunchError
-from kerasmgpu.perf import blocks, measure, workloads
+from kerasmgpu.cli import main
+from kerasmgpu.errors import InvalidArgumentError, LaunchError
+from kerasmgpu.perf import all_reduce, blocks, measure, prediction, scaling, workloads
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -32,6 +32,9 @@ CORES = len(os.sched_getaffinity(0))
         (["--np", "4096"], rf"there are {CORES} core(s). Received: --np 4096"),
         (["--rounds", "0"], "--rounds and --seconds to be positive"),
         (["--seconds", "0"], "--rounds and --seconds to be positive"),
+        (["--plot", "/no/such/out.png"], "Expected a FILE that can be written"),
+        (["--plot", "out.txt"], "to end in .png, .svg or .pdf"),
+        (["--collectives", "--np", "1"], "two ranks or more for --collectives"),
         (["--json", "/no/such/folder/out.json"], "Expected a FILE that can be written"),
     ],
 )
@@ -45,7 +48,14 @@ def test_bad_input_is_refused_before_anything_is_measured(
 
 def test_ratios_are_taken_within_a_round():
     def rates(*values):
-        return [{"samples_per_second": value} for value in values]
+        return [
+            {
+                "samples_per_second": value,
+                "median_step_seconds": 1 / value,
+                "peak_bytes": 10,
+            }
+            for value in values
+        ]
 
     rounds = [
         {
@@ -61,11 +71,16 @@ def test_ratios_are_taken_within_a_round():
             "2: ranks": rates(40.0, 40.0),
         },
     ]
-    results = bench.summarize(rounds, [1, 2])
+    results = scaling.summarize(rounds, [1, 2])
     np.testing.assert_allclose(results["1"]["wrapped_to_plain"], [1.05, 1.0])
     np.testing.assert_allclose(results["2"]["ceiling_to_alone"], [1.7, 2.0])
     np.testing.assert_allclose(results["2"]["ranks_to_alone"], [1.5, 1.6])
     np.testing.assert_allclose(results["2"]["ranks_to_ceiling"], [150 / 170, 0.8])
+    apart = (1 / 80 + 1 / 90) / 2
+    np.testing.assert_allclose(
+        results["2"]["exposed_seconds"], [1 / 75 - apart, 1 / 40 - 1 / 50]
+    )
+    np.testing.assert_allclose(results["2"]["slowest_seconds"], [1 / 80 - apart, 0])
 
 
 def test_clock_times_steps_within_epochs_after_the_warm_up():
@@ -121,15 +136,18 @@ def test_models_are_the_ones_they_are_called(name, weights):
 def test_a_small_measurement_and_its_record(tmp_path, capfd):
     path = tmp_path / "record.json"
     options = ("--model", "mlp", "--np", "1,2", "--rounds", "1", "--seconds", "0.5")
-    assert main(["bench", *options, "--json", str(path)]) == 0
+    files = ("--json", str(path), "--plot", str(tmp_path / "out.png"))
+    assert main(["bench", *options, *files]) == 0
     printed = capfd.readouterr().out
+    assert "Fitted: a step is" in printed
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert "mlp, one process: ms a step" in printed
     assert f"mlp, 2 processes, {CORES // 2} core(s) each" in printed
     record = json.loads(path.read_text())
     assert record["hardware"]["cores"] == CORES
     assert {"python", "kerasmgpu", "keras", "horovod"} <= set(record["versions"])
     raw = record["raw"]["rounds"]
-    assert record["results"] == bench.summarize(raw, [1, 2])
+    assert record["results"] == scaling.summarize(raw, [1, 2])
     ones, twos = raw[0]["2: independent"]
     assert set(ones["cores"]).isdisjoint(twos["cores"])
     for ranks in (raw[0]["2: independent"], raw[0]["2: ranks"]):
@@ -139,3 +157,68 @@ def test_a_small_measurement_and_its_record(tmp_path, capfd):
             assert 0.01 < seconds < 30
     ratio = record["results"]["2"]["ranks_to_ceiling"][0]
     assert 0.01 < ratio < 3
+
+    predicting = ("--record", str(path), "--bandwidth", "1gbit", "--np", "2,8")
+    plot = ("--plot", str(tmp_path / "predicted.svg"))
+    assert main(["predict", *predicting, *plot]) == 0
+    assert "predicted (not measured)" in capfd.readouterr().out
+    assert (tmp_path / "predicted.svg").exists()
+
+
+def test_strong_scaling_shares_one_batch():
+    assert scaling.batch_sizes("weak", 64, [1, 2, 4]) == {1: 64, 2: 64, 4: 64}
+    assert scaling.batch_sizes("strong", 64, [1, 2, 4]) == {1: 256, 2: 128, 4: 64}
+    with pytest.raises(InvalidArgumentError, match=r"divide the batch.*Received: 3"):
+        scaling.batch_sizes("strong", 64, [3, 4])
+
+
+def record(**changes):
+    made = {
+        "model": "mlp",
+        "gradient_bytes": 10_000_000,
+        "results": {"2": {"alone_step_seconds": [0.1, 0.3, 0.2]}},
+    }
+    return {k: v for k, v in {**made, **changes}.items() if v is not None}
+
+
+def test_predictions_by_hand(tmp_path):
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(record()))
+    measured = prediction.read_record(path)
+    assert (measured.step_seconds, measured.gradient_bytes) == (0.2, 10_000_000)
+    ring = prediction.step_seconds(measured, 4, "ring", 1e8, 0.001)
+    assert ring == pytest.approx(0.2 + 1.5 * 0.1 + 0.006)
+    server = prediction.step_seconds(measured, 4, "server", 1e8, 0.001)
+    assert server == pytest.approx(0.2 + 6 * 0.1 + 0.002)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ("not json", "cannot be read"),
+        (record(gradient_bytes=None), "lacks the field gradient_bytes"),
+        (record(results=None), "lacks the field results"),
+        (record(results={"1": {}}), "no measurement of two ranks"),
+        (record(results={"2": {}}), "lacks the field results.2.alone_step_seconds"),
+    ],
+)
+def test_a_record_with_missing_fields_is_refused(made, message, tmp_path, capfd):
+    path = tmp_path / "record.json"
+    path.write_text(made if isinstance(made, str) else json.dumps(made))
+    options = ("--record", str(path), "--bandwidth", "1gbit")
+    assert main(["predict", *options]) == 1
+    assert message in capfd.readouterr().err
+
+
+@pytest.mark.skipif(CORES < 2, reason="a rank a core is measured")
+def test_all_reduces_by_size(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(all_reduce, "SIZES", (4096, 1 << 20))
+    path = tmp_path / "record.json"
+    options = ("--collectives", "--rounds", "1", "--json", str(path))
+    assert main(["bench", *options]) == 0
+    assert "all-reduce of float32 on 2 ranks" in capfd.readouterr().out
+    results = json.loads(path.read_text())["results"]
+    assert list(results) == ["4096", str(1 << 20)]
+    for figures in results.values():
+        for name in ("horovod", "kerasmgpu", "copy"):
+            assert 0 < figures[f"{name}_seconds"][0] < 1

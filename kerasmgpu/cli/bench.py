@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kerasmgpu.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 HELP = "measure how fast ranks train on this machine"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `kerasmgpu bench`."""
+    from kerasmgpu.perf.scaling import MODES
     from kerasmgpu.perf.workloads import WORKLOADS
 
     add = parser.add_argument
@@ -31,21 +28,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="numbers of ranks; 1: a wrapped beside a plain model in one process "
         "(default: 1 and 2, where there are cores for it)",
     )
+    add(
+        "--mode",
+        choices=MODES,
+        default="weak",
+        help="weak: each rank has the same rows on any number of ranks; strong: they "
+        "share one batch (default: weak)",
+    )
     add("--rounds", type=int, default=3, metavar="R", help="repetitions (default: 3)")
     add("--seconds", type=float, default=8.0, help="of each measurement (default: 8)")
     add("--json", type=Path, metavar="FILE", help="write a record with all numbers")
+    add("--plot", type=Path, metavar="FILE", help="draw speed-ups, such as out.png")
+    add(
+        "--collectives",
+        action="store_true",
+        help="instead: all-reduces by size, with Horovod's own settings and ours",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
     """Measures, round by round; prints tables."""
+    _check(args)
+    if args.collectives:
+        return _measure_collectives(args)
+    return _measure_training(args)
+
+
+def _measure_training(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from kerasmgpu.perf import record
+    from kerasmgpu.perf import plot, record, scaling
     from kerasmgpu.perf.blocks import Blocks
+    from kerasmgpu.perf.workloads import WORKLOADS
 
     cores = len(os.sched_getaffinity(0))
     sizes = _sizes(args.np, cores)
-    _check(args)
+    batches = scaling.batch_sizes(
+        args.mode, WORKLOADS[args.model].per_rank_batch_size, sizes
+    )
+    if args.plot is not None:
+        plot.check_can_plot(args.plot)
+        if max(sizes) == 1:
+            raise InvalidArgumentError(
+                "Expected --np with two ranks or more for a plot. Received: --np 1."
+            )
     console = Console()
     blocks = Blocks(args.model, args.seconds)
     raw: dict[str, Any] = {"load_of_others_percent": [], "rounds": []}
@@ -54,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
             taken: dict[str, Any] = {}
             raw["rounds"].append(taken)
             for size in sizes:
-                plan = _plan(blocks, size, cores // size, number)
+                plan = _plan(blocks, size, cores // size, number, batches)
                 for name, measure in plan:
                     status.update(
                         f"{args.model}, round {number + 1} of {args.rounds}, "
@@ -63,49 +89,103 @@ def main(args: argparse.Namespace) -> int:
                     with record.load_of_others() as load:
                         taken[f"{size}: {name}"] = measure()
                     raw["load_of_others_percent"] += load
-    results = summarize(raw["rounds"], sizes)
-    for table in make_tables(args.model, cores, results):
+    results = scaling.summarize(raw["rounds"], sizes)
+    for table in scaling.make_tables(args.model, cores, results):
         console.print(table)
-    busy = max(raw["load_of_others_percent"])
-    console.print(
-        f"{args.rounds} round(s) of {args.seconds:g} s a measurement; medians, and the "
-        f"lowest and highest round. Other programs took up to {busy:.0f} % of the "
-        "processors meanwhile."
-    )
-    if busy > 10:
-        console.print("[yellow]Measure again on a quiet machine.[/]")
+    fit = scaling.fitted(results, args.mode)
+    if fit:
+        console.print(scaling.fit_text(fit))
+    _say_how(console, args, raw)
     if args.json is not None:
-        record.write_record(args.json, record.make_record(results, raw))
+        ranks = [taken.get(f"{max(sizes)}: ranks") for taken in raw["rounds"]]
+        made = record.make_record(
+            results,
+            raw,
+            model=args.model,
+            mode=args.mode,
+            batch_sizes={str(size): batches[size] for size in sizes},
+            gradient_bytes=ranks[0][0]["gradient_bytes"] if ranks[0] else None,
+            fit=fit,
+        )
+        record.write_record(args.json, made)
+        console.print(f"record: {args.json}")
+    if args.plot is not None:
+        measured = {
+            label: {int(size): results[size][name] for size in results if size != "1"}
+            for label, name in (
+                ("ranks", "ranks_to_alone"),
+                ("independent processes", "ceiling_to_alone"),
+            )
+        }
+        model = scaling.model_of(fit, args.mode)
+        line = {size: model.speedup(size) for size in range(1, max(sizes) + 1)}
+        title = f"{args.model}, {args.mode} scaling, CPU processes on {cores} cores"
+        plot.plot_speedups(args.plot, title, measured, {"fitted model": line})
+        console.print(f"plot: {args.plot}")
+    return 0
+
+
+def _measure_collectives(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from kerasmgpu.perf import all_reduce, record
+    from kerasmgpu.perf.blocks import Blocks
+
+    size = max(_sizes(args.np, len(os.sched_getaffinity(0))))
+    if size == 1:
+        raise InvalidArgumentError(
+            "Expected --np with two ranks or more for --collectives. Received: "
+            f"--np {args.np or 1}."
+        )
+    console = Console()
+    blocks = Blocks(args.model, args.seconds)
+    raw: dict[str, Any] = {}
+    run = partial(blocks.all_reduces, size, all_reduce.SIZES)
+    with console.status("") as status, record.load_of_others() as load:
+        raw["rounds"] = all_reduce.measure_rounds(run, args.rounds, status.update)
+    raw["load_of_others_percent"] = load
+    results = all_reduce.summarize(raw["rounds"])
+    console.print(all_reduce.make_table(results, size))
+    _say_how(console, args, raw)
+    if args.json is not None:
+        made = record.make_record(results, raw, num_ranks=size)
+        record.write_record(args.json, made)
         console.print(f"record: {args.json}")
     return 0
 
 
+def _say_how(console: Any, args: argparse.Namespace, raw: dict[str, Any]) -> None:
+    busy = max(raw["load_of_others_percent"])
+    each = "" if args.collectives else f" of {args.seconds:g} s a measurement"
+    console.print(
+        f"{args.rounds} round(s){each}; medians, and the lowest and highest round. "
+        f"Other programs took up to {busy:.0f} % of the processors meanwhile."
+    )
+    if busy > 10:
+        console.print("[yellow]Measure again on a quiet machine.[/]")
+
+
 def _plan(
-    blocks: Any, size: int, share: int, number: int
+    blocks: Any, size: int, share: int, number: int, batches: dict[int, int]
 ) -> list[tuple[str, Callable[[], Any]]]:
     """What to measure for a number of ranks in a round, in an order that alternates."""
     if size == 1:
         return [("plain and wrapped", partial(blocks.pairs, bool(number % 2)))]
+    each = batches[size]
     plan: list[tuple[str, Callable[[], Any]]] = [
-        ("alone", partial(blocks.independent, 1, share)),
-        ("independent", partial(blocks.independent, size, share)),
-        ("ranks", partial(blocks.ranks, size)),
+        ("alone", partial(blocks.independent, 1, share, batches[1])),
+        ("independent", partial(blocks.independent, size, share, each)),
+        ("ranks", partial(blocks.ranks, size, each)),
     ]
     return plan[::-1] if number % 2 else plan
 
 
 def _sizes(text: str | None, cores: int) -> list[int]:
+    from kerasmgpu.perf.prediction import parse_sizes
+
     if text is None:
         return [1, 2] if cores > 1 else [1]
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        sizes = [0]
-    if min(sizes) < 1 or len(set(sizes)) < len(sizes):
-        raise InvalidArgumentError(
-            "Expected --np as different positive numbers, such as 1,2. Received: "
-            f"--np {text}."
-        )
+    sizes = parse_sizes(text)
     if max(sizes) > cores:
         raise InvalidArgumentError(
             f"Expected at most one rank a core: there are {cores} core(s). Received: "
@@ -120,102 +200,9 @@ def _check(args: argparse.Namespace) -> None:
             "Expected --rounds and --seconds to be positive. Received: --rounds "
             f"{args.rounds} --seconds {args.seconds:g}."
         )
-    if args.json is not None and not os.access(args.json.absolute().parent, os.W_OK):
-        raise InvalidArgumentError(
-            f"Expected a FILE that can be written. Received: --json {args.json}."
-        )
-
-
-def summarize(
-    rounds: Sequence[dict[str, Any]], sizes: Sequence[int]
-) -> dict[str, dict[str, list[float]]]:
-    """The figures of the table: each by round.
-
-    Args:
-        rounds: what each round measured.
-        sizes: numbers of ranks.
-
-    Returns:
-        For each size, name of a figure → its value in each round. Ratios are taken
-        within a round, where all was measured under like conditions.
-    """
-    results: dict[str, dict[str, list[float]]] = {}
-    for size in sizes:
-        figures: dict[str, list[float]] = {}
-        for taken in rounds:
-            for name, value in _figures(taken, size).items():
-                figures.setdefault(name, []).append(value)
-        results[str(size)] = figures
-    return results
-
-
-def _figures(taken: dict[str, Any], size: int) -> dict[str, float]:
-    if size == 1:
-        pairs = taken["1: plain and wrapped"]
-        return {
-            "plain_step_seconds": statistics.median(plain for plain, _ in pairs),
-            "wrapped_step_seconds": statistics.median(wrapped for _, wrapped in pairs),
-            "wrapped_to_plain": statistics.median(b / a for a, b in pairs),
-        }
-
-    def total(name: str) -> float:
-        return sum(one["samples_per_second"] for one in taken[f"{size}: {name}"])
-
-    alone, ceiling, ranks = map(total, ("alone", "independent", "ranks"))
-    return {
-        "alone_samples_per_second": alone,
-        "ceiling_samples_per_second": ceiling,
-        "ranks_samples_per_second": ranks,
-        "ceiling_to_alone": ceiling / alone,
-        "ranks_to_alone": ranks / alone,
-        "ranks_to_ceiling": ranks / ceiling,
-    }
-
-
-def make_tables(
-    model: str, cores: int, results: dict[str, dict[str, list[float]]]
-) -> list[Table]:
-    """The tables of `summarize`'s figures."""
-    from rich.table import Table
-
-    def table(title: str, *headings: str) -> Table:
-        made = Table(title=f"{model}, {title}")
-        for heading in headings:
-            made.add_column(heading, justify="right")
-        return made
-
-    tables = []
-    for size, figures in results.items():
-        if size == "1":
-            overheads = [100 * (ratio - 1) for ratio in figures["wrapped_to_plain"]]
-            one = table("one process: ms a step", "plain", "wrapped", "overhead, %")
-            one.add_row(
-                _spread([1000 * t for t in figures["plain_step_seconds"]], ".2f"),
-                _spread([1000 * t for t in figures["wrapped_step_seconds"]], ".2f"),
-                _spread(overheads, ".2f"),
+    for name in ("json", "plot"):
+        path = getattr(args, name)
+        if path is not None and not os.access(path.absolute().parent, os.W_OK):
+            raise InvalidArgumentError(
+                f"Expected a FILE that can be written. Received: --{name} {path}."
             )
-            tables.append(one)
-            continue
-        each = f"{size} processes, {cores // int(size)} core(s) each"
-        many = table(each, "", "samples/s", "against one", "against the ceiling")
-        many.columns[0].justify = "left"
-        for name, label in (
-            ("alone", "one plain process"),
-            ("ceiling", f"ceiling: {size} plain ones"),
-            ("ranks", f"{size} ranks"),
-        ):
-            ratios = [
-                _spread(figures[key], ".3f") if key in figures else ""
-                for key in (f"{name}_to_alone", f"{name}_to_ceiling")
-            ]
-            rate = _spread(figures[f"{name}_samples_per_second"], ".0f")
-            many.add_row(label, rate, *ratios)
-        tables.append(many)
-    return tables
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    middle = statistics.median(values)
-    if len(values) == 1:
-        return f"{middle:{form}}"
-    return f"{middle:{form}} ({min(values):{form}}-{max(values):{form}})"

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,15 @@ class Blocks:
         self.warmup_steps = warmup_steps
         self.cores = sorted(os.sched_getaffinity(0))
 
-    def independent(self, count: int, share: int) -> list[dict[str, Any]]:
+    def independent(
+        self, count: int, share: int, batch_size: int | None = None
+    ) -> list[dict[str, Any]]:
         """Plain Keras processes that do not talk to each other, all at once.
 
         Args:
             count: how many.
             share: cores for each, which no other gets.
+            batch_size: of each; the workload's own where None.
 
         Returns:
             What each measured.
@@ -51,21 +54,62 @@ class Blocks:
             for index in range(count):
                 own = self.cores[index * share : (index + 1) * share]
                 options = ("--cores", ",".join(map(str, own)), "--index", str(index))
+                options += _batch_option(batch_size)
                 commands.append(
                     self._program("plain", folder, "--count", str(count), *options)
                 )
             return self._results(commands, folder, count)
 
-    def ranks(self, count: int) -> list[dict[str, Any]]:
+    def ranks(
+        self,
+        count: int,
+        batch_size: int | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> list[dict[str, Any]]:
         """A wrapped model on the ranks of one job, as `kerasmgpu run` starts it.
+
+        Args:
+            count: how many.
+            batch_size: of each; the workload's own where None.
+            environ: variables for the ranks.
 
         Returns:
             What each rank measured.
         """
         with tempfile.TemporaryDirectory(prefix="kerasmgpu-bench-") as folder:
-            program = self._program("ranks", folder, "--count", str(count))
-            launcher = [sys.executable, "-m", "kerasmgpu", "run", "-np", str(count)]
-            return self._results([[*launcher, "--", *program]], folder, count)
+            options = _batch_option(batch_size)
+            program = self._program("ranks", folder, "--count", str(count), *options)
+            return self._job(count, program, folder, environ)
+
+    def all_reduces(
+        self, count: int, sizes: Sequence[int], environ: Mapping[str, str]
+    ) -> list[dict[str, Any]]:
+        """All-reduces on the ranks of one job.
+
+        Args:
+            count: ranks.
+            sizes: bytes.
+            environ: variables for the ranks.
+
+        Returns:
+            What each rank measured.
+        """
+        with tempfile.TemporaryDirectory(prefix="kerasmgpu-bench-") as folder:
+            program = [sys.executable, "-m", "kerasmgpu.perf.all_reduce"]
+            program += ["--folder", folder, "--sizes", ",".join(map(str, sizes))]
+            return self._job(count, program, folder, environ)
+
+    def _job(
+        self,
+        count: int,
+        program: Sequence[str],
+        folder: str,
+        environ: Mapping[str, str] | None,
+    ) -> list[dict[str, Any]]:
+        launcher = [sys.executable, "-m", "kerasmgpu", "run", "-np", str(count)]
+        for name, value in (environ or {}).items():
+            launcher += ["--env", f"{name}={value}"]
+        return self._results([[*launcher, "--", *program]], folder, count)
 
     def pairs(self, wrapped_first: bool) -> list[list[float]]:
         """A plain and a wrapped model by turns in one process.
@@ -114,6 +158,10 @@ class Blocks:
             path = Path(folder, f"result.{index}.json")
             results.append(json.loads(path.read_text(encoding="utf-8")))
         return results
+
+
+def _batch_option(batch_size: int | None) -> tuple[str, ...]:
+    return () if batch_size is None else ("--batch-size", str(batch_size))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import time
 from pathlib import Path
@@ -40,6 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--index", type=int, default=0, help="of a plain process")
     parser.add_argument("--count", type=int, default=1, help="plain processes")
     parser.add_argument("--wrapped-first", action="store_true", help="in pairs")
+    parser.add_argument("--batch-size", type=int, help="of each process")
     args = parser.parse_args(argv)
     if args.cores is not None:
         # Before TensorFlow is imported, which makes a thread a core.
@@ -78,17 +80,22 @@ def measure_throughput(
     clock = make_clock(args.warmup_steps, args.seconds)
     if args.kind == "plain" and args.count > 1:
         clock.meet = lambda: meet(args.folder, args.index, args.count)
-    x, y = workload.data(size)
-    batch_size = size * workload.per_rank_batch_size
+    own_batch_size = args.batch_size or workload.per_rank_batch_size
+    batch_size = size * own_batch_size
+    x, y = workload.data(batch_size)
     # It stops itself, when its time is over.
     model.fit(x, y, batch_size, epochs=1_000_000, callbacks=[clock], verbose=0)
     seconds = sum(clock.step_seconds)
-    rows = len(clock.step_seconds) * workload.per_rank_batch_size
+    rows = len(clock.step_seconds) * own_batch_size
     return {
         "cores": sorted(os.sched_getaffinity(0)),
         "steps": len(clock.step_seconds),
         "samples_per_second": rows / seconds,
         "median_step_seconds": statistics.median(clock.step_seconds),
+        "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "gradient_bytes": sum(
+            variable.numpy().nbytes for variable in model.trainable_variables
+        ),
     }, index
 
 
@@ -107,7 +114,7 @@ def measure_pairs(workload: Workload, args: argparse.Namespace) -> dict[str, Any
     models = {name: workload.compiled_model() for name in names}
     models["wrapped"] = strategy.wrap(models["wrapped"])
     rows = STEPS_A_TURN * workload.per_rank_batch_size
-    x, y = (array[:rows] for array in workload.data(1))
+    x, y = (array[:rows] for array in workload.data(workload.per_rank_batch_size))
     pairs: list[list[float]] = []
     deadline = None
     while deadline is None or time.perf_counter() < deadline:

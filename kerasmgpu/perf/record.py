@@ -69,12 +69,15 @@ def _processor_seconds() -> float:
     return float(everyone - own_seconds)
 
 
-def make_record(results: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
+def make_record(
+    results: dict[str, Any], raw: dict[str, Any], **facts: Any
+) -> dict[str, Any]:
     """A record of what was measured.
 
     Args:
         results: figures taken from the raw numbers.
         raw: the numbers of every round.
+        facts: what else is to be told, such as the model's name.
     """
     return {
         "made_at": datetime.datetime.now(datetime.timezone.utc).isoformat(
@@ -83,6 +86,7 @@ def make_record(results: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
         "command": shlex.join(["kerasmgpu", *sys.argv[1:]]),
         "hardware": hardware(),
         "versions": versions(),
+        **facts,
         "results": results,
         "raw": raw,
     }

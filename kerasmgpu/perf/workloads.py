@@ -18,12 +18,14 @@ class Workload:
         input_shape: of one row.
         build: returns the model, not compiled; logits of ten classes.
         optimizer: returns its optimizer.
+        vocabulary: 0 for inputs that are images; else they are numbers below this.
     """
 
     per_rank_batch_size: int
     input_shape: tuple[int, ...]
     build: Callable[[tuple[int, ...]], Any]
     optimizer: Callable[[], Any]
+    vocabulary: int = 0
 
     def compiled_model(self) -> Any:
         """The model, ready for `fit`; the same weights in every process."""
@@ -38,14 +40,17 @@ class Workload:
         )
         return model
 
-    def data(self, size: int) -> tuple[Any, Any]:
-        """Random images and labels for one epoch of `size` ranks."""
+    def data(self, batch_size: int) -> tuple[Any, Any]:
+        """Random inputs and labels for one epoch of this global batch size."""
         import numpy as np
 
         generator = np.random.default_rng(0)
-        rows = BATCHES_PER_EPOCH * self.per_rank_batch_size * size
-        images = generator.random((rows, *self.input_shape), dtype="float32")
-        return images, generator.integers(0, 10, rows)
+        shape = (BATCHES_PER_EPOCH * batch_size, *self.input_shape)
+        if self.vocabulary:
+            inputs = generator.integers(0, self.vocabulary, shape, dtype="int32")
+        else:
+            inputs = generator.random(shape, dtype="float32")
+        return inputs, generator.integers(0, 10, len(inputs))
 
 
 def _mnist_cnn(input_shape: tuple[int, ...]) -> Any:
@@ -76,6 +81,22 @@ def _mlp(input_shape: tuple[int, ...]) -> Any:
             keras.Input(input_shape),
             layers.Dense(512, activation="relu"),
             layers.Dense(512, activation="relu"),
+            layers.Dense(10),
+        ]
+    )
+
+
+def _embedding(input_shape: tuple[int, ...]) -> Any:
+    """A bag of words: nearly all weights are in a table of which few rows are used."""
+    import keras
+    from keras import layers
+
+    return keras.Sequential(
+        [
+            keras.Input(input_shape, dtype="int32"),
+            layers.Embedding(_VOCABULARY, 64),
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(128, activation="relu"),
             layers.Dense(10),
         ]
     )
@@ -119,7 +140,10 @@ def _momentum() -> Any:
     return keras.optimizers.SGD(0.05, momentum=0.9)
 
 
+_VOCABULARY = 20_000
+
 WORKLOADS = {
+    "embedding": Workload(64, (64,), _embedding, _adam, vocabulary=_VOCABULARY),
     "mnist_cnn": Workload(64, (28, 28, 1), _mnist_cnn, _adam),
     "mlp": Workload(64, (784,), _mlp, _adam),
     "resnet20": Workload(32, (32, 32, 3), _resnet20, _momentum),
