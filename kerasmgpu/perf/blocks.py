@@ -53,7 +53,7 @@ class Blocks:
             commands = []
             for index in range(count):
                 own = self.cores[index * share : (index + 1) * share]
-                options = ("--cores", ",".join(map(str, own)), "--index", str(index))
+                options = ["--cores", ",".join(map(str, own)), "--index", str(index)]
                 options += _batch_option(batch_size)
                 commands.append(
                     self._program("plain", folder, "--count", str(count), *options)
@@ -160,8 +160,8 @@ class Blocks:
         return results
 
 
-def _batch_option(batch_size: int | None) -> tuple[str, ...]:
-    return () if batch_size is None else ("--batch-size", str(batch_size))
+def _batch_option(batch_size: int | None) -> list[str]:
+    return [] if batch_size is None else ["--batch-size", str(batch_size)]
 
 
 @contextlib.contextmanager

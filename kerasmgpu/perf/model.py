@@ -222,7 +222,7 @@ def fit_steps(step_seconds: Mapping[int, float], mode: str = "weak") -> StepMode
     sizes = sorted(step_seconds)
     scale = np.array([1 / step_seconds[size] for size in sizes])
     rows = np.array([_terms(size, mode) for size in sizes]) * scale[:, None]
-    best, coefficients = math.inf, [0.0, 0.0, 0.0]
+    best, fitted = math.inf, StepModel(0.0, 0.0, 0.0, mode)
     for count in range(1, min(len(sizes), 3) + 1):
         for chosen in itertools.combinations(range(3), count):
             part = rows[:, chosen]
@@ -232,8 +232,9 @@ def fit_steps(step_seconds: Mapping[int, float], mode: str = "weak") -> StepMode
             error = float(np.square(part @ found - 1).sum())
             if error < best - 1e-12:
                 values = dict(zip(chosen, map(float, found), strict=True))
-                best, coefficients = error, [values.get(i, 0.0) for i in range(3)]
-    return StepModel(*coefficients, mode=mode)
+                compute, exchange, each = (values.get(i, 0.0) for i in range(3))
+                best, fitted = error, StepModel(compute, exchange, each, mode)
+    return fitted
 
 
 def relative_residuals(

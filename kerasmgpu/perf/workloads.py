@@ -46,6 +46,7 @@ class Workload:
 
         generator = np.random.default_rng(0)
         shape = (BATCHES_PER_EPOCH * batch_size, *self.input_shape)
+        inputs: Any
         if self.vocabulary:
             inputs = generator.integers(0, self.vocabulary, shape, dtype="int32")
         else:
