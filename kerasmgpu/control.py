@@ -28,6 +28,7 @@ META_SIZE = 5
 #: on all ranks, and then their squares: "all equal" can be read from sums, as
 #: size * sum(f^2) == sum(f)^2.
 ROWS, MORE, STOP, TOTAL, PRINT, PRINT_B = range(6)
+SUMS_SIZE = 9
 _COMPARED = (TOTAL, PRINT, PRINT_B)
 #: Fingerprints are below this, so that sums of squares stay exact in float64.
 PRINT_LIMIT = 1 << 16

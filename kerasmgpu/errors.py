@@ -28,6 +28,10 @@ class RankMismatchError(KerasMGPUError, RuntimeError):
     """The ranks of one job hold different models, data or call orders."""
 
 
+class OutOfMemoryError(KerasMGPUError, MemoryError):
+    """Memory does not suffice for the smallest step there is."""
+
+
 class CollectiveError(KerasMGPUError, RuntimeError):
     """A collective could not be completed, as a rule because a rank has left."""
 

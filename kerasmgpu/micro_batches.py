@@ -12,6 +12,7 @@ depend on is run.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,14 +27,27 @@ from kerasmgpu.keras_compat import tree
 from kerasmgpu.losses import divisors, scaled_losses
 from kerasmgpu.metrics import join_trials, numbers_count_by_rows, trials_apart
 
+AUTO = "auto"
+
+
+@dataclasses.dataclass
+class PieceSize:
+    """Rows that a rank runs at a time; None for all of them."""
+
+    rows: int | None = None
+
+    @property
+    def at_most(self) -> int:
+        return self.rows or 1 << 40
+
 
 def check_micro_batch_size(value: Any) -> None:
-    """Refuses what is neither None nor a number of rows."""
+    """Refuses what is neither None, "auto" nor a number of rows."""
     number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    if value is not None and not number:
+    if value is not None and value != AUTO and not number:
         raise InvalidArgumentError(
-            "Expected micro_batch_size to be None or a number of rows of at least 1. "
-            f"Received: micro_batch_size={value!r}."
+            "Expected micro_batch_size to be None, a number of rows of at least 1, or "
+            f'"auto". Received: micro_batch_size={value!r}.'
         )
 
 

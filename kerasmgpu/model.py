@@ -87,7 +87,7 @@ class RankedModel(_Base):
         own, session = session_of(self), spanning(self)
         with _fusing(self):
             if own is not None and own.micro_batch_size is not None:
-                return train_in_pieces(self, args[0], own.micro_batch_size)
+                return train_in_pieces(self, args[0], own.piece_size.at_most)
             if session is not None and session.uses_xla(super().train_step, *args):
                 return xla_step.train_step(self, *args)
             return super().train_step(*args, **kwargs)

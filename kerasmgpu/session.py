@@ -21,6 +21,8 @@ from kerasmgpu.collectives import all_gather_object, reduce_tensor, topology
 from kerasmgpu.errors import CollectiveError, RankMismatchError
 from kerasmgpu.fit_data import FitData
 from kerasmgpu.keras_compat import build_from_spec
+from kerasmgpu.memory_step import MemoryStepFunction
+from kerasmgpu.micro_batches import AUTO, PieceSize
 from kerasmgpu.optimizer import plain_class, wrap_optimizer
 from kerasmgpu.resume import Resume
 from kerasmgpu.step import StepFunction
@@ -58,7 +60,7 @@ class Session:
         gradient_reduction: str,
         gradient_compression: str | None,
         fuse_batch_norm: bool = True,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | str | None = None,
     ) -> None:
         self.model = model
         self.sharding = sharding
@@ -66,6 +68,9 @@ class Session:
         self.gradient_compression = gradient_compression
         self.fuse_batch_norm = fuse_batch_norm
         self.micro_batch_size = micro_batch_size
+        self.piece_size = PieceSize()
+        if isinstance(micro_batch_size, int):
+            self.piece_size.rows = micro_batch_size
         self.local_depth = 0
         self.agreed: dict[str, bool] = dict.fromkeys(_STOP_FLAGS, False)
         self.last_step: StepFunction | None = None
@@ -89,7 +94,12 @@ class Session:
 
     @property
     def spans_ranks(self) -> bool:
-        return topology().size > 1 and self.local_depth == 0
+        """Whether steps are this package's, which agree with the other ranks.
+
+        With micro_batch_size="auto" they are on one rank, too.
+        """
+        several = topology().size > 1 or self.micro_batch_size == AUTO
+        return several and self.local_depth == 0
 
     def refuse_local(self, method: str) -> None:
         """Training on one rank alone would let the ranks' weights drift apart."""
@@ -280,16 +290,24 @@ class Session:
 
     def make_step(self, step: Any, training: bool) -> StepFunction:
         flag = "stop_training" if training else "stop_evaluating"
-        function = StepFunction(
-            self.model,
-            step,
-            training=training,
-            same_batches=self.sharding == "batch",
-            prepare=self.prepare_training if training else self.prepare_testing,
-            stop_requested=lambda: self.requested(flag),
-            starting=self._note_metric_starts,
-            finished=lambda function: self._step_finished(function, flag),
-        )
+        options: dict[str, Any] = {
+            "training": training,
+            "same_batches": self.sharding == "batch",
+            "prepare": self.prepare_training if training else self.prepare_testing,
+            "stop_requested": lambda: self.requested(flag),
+            "starting": self._note_metric_starts,
+            "finished": lambda function: self._step_finished(function, flag),
+        }
+        if training and self.micro_batch_size == AUTO:
+            function: StepFunction = MemoryStepFunction(
+                self.model,
+                step,
+                piece_size=self.piece_size,
+                fuse_batch_norm=self.fuse_batch_norm,
+                **options,
+            )
+        else:
+            function = StepFunction(self.model, step, **options)
         function.timers = self.timers if training else None
         return function
 

@@ -25,10 +25,12 @@ from kerasmgpu.data import DATA, META, shard_batch
 from kerasmgpu.keras_compat import tree
 from kerasmgpu.layers.batch_norm import synchronized_moments
 from kerasmgpu.losses import scaled_losses
-from kerasmgpu.metrics import FAILED, UNKNOWN, refuse, watched_metrics
+from kerasmgpu.metrics import FAILED, UNKNOWN, Watch, refuse, watched_metrics
 from kerasmgpu.optimizer import accumulators, applying
 from kerasmgpu.state import is_seed_state, optimizers_of
 from kerasmgpu.timing import StepTimers, timed, timed_by
+
+_OPTIONAL = (tf.experimental.Optional, tf.OptionalSpec)
 
 
 class StepFunction:
@@ -89,6 +91,8 @@ class StepFunction:
         self._traced_for: Any = None
         self._ended: Any = None
         self._kind = "train" if training else "test"
+        #: Whether each step is run from Python, and not all of them in one graph.
+        self.by_hand = bool(model.run_eagerly)
         one_step = tf.autograph.experimental.do_not_convert(self._run_step)
         many_steps = tf.autograph.experimental.do_not_convert(self._run_steps)
         if not model.run_eagerly:
@@ -117,7 +121,7 @@ class StepFunction:
             # train_on_batch and test_on_batch hand over one global batch.
             data, meta = shard_batch(next(iter(iterator)))
             function, first = self._one_step, {DATA: data, META: meta}
-        elif self.model.run_eagerly:
+        elif self.by_hand:
             function, first = self._run_eagerly(iterator), self._next(iterator)
         else:
             function, first = self._many_steps_from(iterator, flags), iterator
@@ -199,7 +203,7 @@ class StepFunction:
             function.get_concrete_function(first, *flags)
             return
         if not self.model.built:
-            x = keras.utils.unpack_x_y_sample_weight(_plain(first[DATA]))[0]
+            x = keras.utils.unpack_x_y_sample_weight(plain_batch(first[DATA]))[0]
             self.model(x)
         optimizer = self.model.optimizer
         if self.training and optimizer is not None and not optimizer.built:
@@ -247,6 +251,17 @@ class StepFunction:
         name = f"kerasmgpu.control.{self._kind}"
         sums = control.exchange(meta, stop, name)
         step = control.make_step(meta, sums, self.training, self.same_batches)
+        with self._in_step(step, wanted) as (changed, watch):
+            logs = self.step(plain_batch(element[DATA]))
+        average_moving_statistics(self.model, changed, step)
+        self._note_results(logs, watch)
+        return logs, sums, meta, self._note_trials(watch)
+
+    @contextlib.contextmanager
+    def _in_step(
+        self, step: control.Step, wanted: tf.Tensor
+    ) -> Iterator[tuple[dict[int, Any], Watch]]:
+        """All that makes a step of Keras's one of many ranks."""
         model = self.model
         with contextlib.ExitStack() as stack:
             stack.enter_context(control.in_step(step))
@@ -255,18 +270,22 @@ class StepFunction:
             stack.enter_context(synchronized_moments(model))
             watch = stack.enter_context(watched_metrics(model, wanted))
             stack.enter_context(timed_by(self.timers))
-            logs = self.step(_plain(element[DATA]))
-        average_moving_statistics(model, changed, step)
+            yield changed, watch
+
+    def _note_results(self, logs: Any, watch: Watch) -> None:
+        """Which of the logs are results of metrics."""
         if isinstance(logs, dict):
             self.log_metrics = {
                 key: watch.results[id(value)][1]
                 for key, value in logs.items()
                 if id(value) in watch.results
             }
+
+    def _note_trials(self, watch: Watch) -> tf.Tensor:
+        """The outcomes of the metrics' trials, as one tensor."""
         self._trial_names = list(watch.trials)
         trials = list(watch.trials.values())
-        trials = tf.stack(trials) if trials else tf.zeros([0], tf.int32)
-        return logs, sums, meta, trials
+        return tf.stack(trials) if trials else tf.zeros([0], tf.int32)
 
     def _check_trials(self, trials: np.ndarray) -> None:
         if not self._trial_names:
@@ -281,11 +300,11 @@ class StepFunction:
         self._trials_left = self._trials_left - 1 if undecided else 0
 
 
-def _plain(data: Any) -> Any:
+def plain_batch(data: Any) -> Any:
     """The batch as Keras hands it to a step: an optional value that is not there is
     None."""
     return tree.map_structure(
-        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data
+        lambda leaf: None if isinstance(leaf, _OPTIONAL) else leaf, data
     )
 
 

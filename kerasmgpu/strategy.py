@@ -49,7 +49,8 @@ class HorovodStrategy:
             TensorFlow's fused operation where it can: the same numbers, faster.
         micro_batch_size: at most so many rows of a rank at a time: a training step runs
             them piece by piece and updates once, with the numbers of the whole step and
-            less memory (see the README). None (default): all at once.
+            less memory (see the README). None (default): all at once. "auto": all at
+            once, and in halves where memory does not suffice.
         memory_growth: take GPU memory as it is needed instead of all of it.
         stall_timeout_seconds: a rank that waits longer for others says on whom, and in
             what.
@@ -80,7 +81,7 @@ class HorovodStrategy:
         gradient_compression: str | None = None,
         sharding: str = "batch",
         fuse_batch_norm: bool = True,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | str | None = None,
         memory_growth: bool = True,
         stall_timeout_seconds: float = 60,
     ) -> None:

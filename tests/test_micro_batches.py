@@ -13,6 +13,7 @@ from keras import layers
 from ranks import assert_same, classification, cross_entropy, dense_net, one_and_all
 
 import kerasmgpu
+from kerasmgpu.collectives import topology
 
 K = keras.optimizers
 
@@ -104,7 +105,7 @@ def dense_case(name):
     pieces_are_the_whole(DENSE[name], x, ys, sample_weight=weight)
 
 
-def masked(name):
+def masked(eagerly, micro_batch_size=3):
     """Masks that differ by row, sparse gradients, clipping that looks at the slices."""
     generator = np.random.default_rng(2)
     x = generator.integers(1, 20, size=(25, 6)) * (
@@ -117,10 +118,12 @@ def masked(name):
         vectors = layers.Embedding(20, 5, mask_zero=True)(tokens)
         model = keras.Model(tokens, layers.Dense(4)(vectors))
         return compiled(
-            model, optimizer=K.Adam(0.01, clipnorm=0.05, epsilon=1e-4), run_eagerly=name
+            model,
+            optimizer=K.Adam(0.01, clipnorm=0.05, epsilon=1e-4),
+            run_eagerly=eagerly,
         )
 
-    pieces_are_the_whole(build, x, y, micro_batch_size=3)
+    pieces_are_the_whole(build, x, y, micro_batch_size=micro_batch_size)
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -158,7 +161,7 @@ def test_three_ranks_masked():
 
 def test_bad_values():
     for value in (0, -1, 2.5, True, "all"):
-        with pytest.raises(ValueError, match="micro_batch_size to be None or a number"):
+        with pytest.raises(ValueError, match="micro_batch_size to be None, a number"):
             kerasmgpu.HorovodStrategy(micro_batch_size=value)
 
 
@@ -178,6 +181,82 @@ def test_what_cannot_be_split_is_refused():
         strategy = kerasmgpu.HorovodStrategy(micro_batch_size=2)
         with pytest.raises(ValueError, match=f"Rank {strategy.rank} of 2: .*{words}"):
             strategy.wrap(compiled(model)).fit(x, y, verbose=0)
+
+
+class Tight(layers.Layer):
+    """Runs out of memory on these ranks with more than `most` rows at a time."""
+
+    def __init__(self, most, ranks=()):
+        super().__init__()
+        self.most, self.here = most, topology().rank in ranks
+        self.seeds = keras.random.SeedGenerator(3)
+
+    def call(self, x, training=False):
+        def check(rows):
+            if self.here and rows > self.most:
+                raise MemoryError("no room")
+            return rows
+
+        if not training:
+            return x
+        drawn = keras.random.uniform((), seed=self.seeds)  # a state to be put back
+        rows = tf.py_function(check, [tf.shape(x)[0]], tf.int32)
+        return x + 0.0 * (drawn + tf.cast(tf.reshape(rows, []), x.dtype))
+
+
+def tight(most, ranks, **options):
+    options = {"run_eagerly": False, "steps_per_execution": 2, **options}
+    net = keras.Sequential([keras.Input((8,)), Tight(most, ranks), *dense_net().layers])
+    return compiled(net, optimizer=K.Adam(0.01, epsilon=1e-4), **options)
+
+
+def halved(capsys, ranks, most, chosen, eager=False):
+    """Fails with pieces of more than `most` rows on some ranks; ends with `chosen`."""
+    x, y = classification(25)
+    building = iter([(), ranks])  # the plain model has room
+    result = one_and_all(
+        lambda: tight(most, next(building), run_eagerly=eager),
+        lambda model: model.fit(x, y, batch_size=12, epochs=2, verbose=0),
+        micro_batch_size="auto",
+    )
+    assert_same(*result)
+    assert result[2]._kerasmgpu.piece_size.rows == chosen
+    said = capsys.readouterr().out.count(f"micro_batch_size={chosen}")
+    assert said == (chosen is not None and topology().is_rank_zero)
+
+
+def test_auto_one_process(capsys):
+    halved(capsys, (0,), 4, 3)
+
+
+def test_auto_one_process_with_room(capsys):
+    halved(capsys, (), 0, None)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("eager", [False, True])
+def test_auto_one_rank_fails(capsys, eager):
+    halved(capsys, (1,), 2, 2, eager)
+
+
+@pytest.mark.world_size(2)
+def test_auto_all_ranks_fail(capsys):
+    halved(capsys, (0, 1), 1, 1)
+
+
+@pytest.mark.world_size(2)
+def test_auto_masked():
+    masked(False, "auto")
+
+
+@pytest.mark.world_size(2)
+def test_auto_no_row_fits():
+    x, y = classification(8)
+    strategy = kerasmgpu.HorovodStrategy(micro_batch_size="auto")
+    model = strategy.wrap(tight(0, (1,)))
+    words = f"Rank {strategy.rank} of 2: .*one row on rank.s. 1 of 2"
+    with pytest.raises(MemoryError, match=words):
+        model.fit(x, y, verbose=0)
 
 
 MEMORY = """
