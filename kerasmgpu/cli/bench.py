@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
+import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -40,6 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="write a record with all numbers")
     add("--plot", type=Path, metavar="FILE", help="draw speed-ups, such as out.png")
     add(
+        "--tune",
+        type=Path,
+        metavar="FILE",
+        help="instead: search the fastest settings for this model here, and write them "
+        "for `kerasmgpu run --settings FILE`",
+    )
+    add(
         "--collectives",
         action="store_true",
         help="instead: all-reduces by size, with Horovod's own settings and ours",
@@ -51,6 +60,8 @@ def main(args: argparse.Namespace) -> int:
     _check(args)
     if args.collectives:
         return _measure_collectives(args)
+    if args.tune is not None:
+        return _tune(args)
     return _measure_training(args)
 
 
@@ -125,18 +136,83 @@ def _measure_training(args: argparse.Namespace) -> int:
     return 0
 
 
+def _tune(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kerasmgpu.errors import LaunchError
+    from kerasmgpu.perf import settings, tuning
+    from kerasmgpu.perf.blocks import Blocks
+
+    cores = len(os.sched_getaffinity(0))
+    size = _ranks_of_one_job(args, cores, "--tune")
+    blocks = Blocks(args.model, args.seconds)
+    console = Console()
+    own = sorted(set(os.environ) & {name for name, _ in tuning.CHOICES})
+    if own:
+        raise InvalidArgumentError(
+            "Expected an environment in which nothing is set that is to be searched. "
+            f"Received: {', '.join(own)}. Unset it."
+        )
+
+    def measure(tried: settings.Settings) -> float:
+        try:
+            ranks = blocks.ranks(size, None, tried.environment, tried.gloo)
+        except LaunchError:
+            if tried == settings.Settings({}):
+                raise
+            return 0.0  # it cannot run so here
+        return tuning.rate_of(ranks)
+
+    with console.status("") as status:
+
+        def tell(what: str) -> None:
+            status.update(f"{args.model} on {size} ranks: {what}")
+
+        best, trials = tuning.search(measure, args.rounds, cores // size, tell)
+    table = Table(
+        title=f"{args.model} on {size} ranks: settings, against the best so far"
+    )
+    for heading in ("setting", "speed", "kept"):
+        table.add_column(heading)
+    for trial in trials:
+        low, high = min(trial.gains), max(trial.gains)
+        middle = statistics.median(trial.gains)
+        speed = f"{middle:.3f} ({low:.3f}-{high:.3f})" if middle else "does not run"
+        table.add_row(trial.what, speed, "yes" if trial.kept else "")
+    console.print(table)
+    settings.write_settings(
+        args.tune,
+        best,
+        model=args.model,
+        num_ranks=size,
+        trials=[dataclasses.asdict(trial) for trial in trials],
+    )
+    console.print(
+        f"{args.rounds} round(s) of {args.seconds:g} s; a setting is kept where it is "
+        f"faster by {tuning.LEAST_GAIN - 1:.0%} in the median and in every round. "
+        f"Settings: {args.tune}"
+    )
+    return 0
+
+
+def _ranks_of_one_job(args: argparse.Namespace, cores: int, option: str) -> int:
+    size = max(_sizes(args.np, cores))
+    if size == 1:
+        raise InvalidArgumentError(
+            f"Expected --np with two ranks or more for {option}. Received: "
+            f"--np {args.np or 1}."
+        )
+    return size
+
+
 def _measure_collectives(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kerasmgpu.perf import all_reduce, record
     from kerasmgpu.perf.blocks import Blocks
 
-    size = max(_sizes(args.np, len(os.sched_getaffinity(0))))
-    if size == 1:
-        raise InvalidArgumentError(
-            "Expected --np with two ranks or more for --collectives. Received: "
-            f"--np {args.np or 1}."
-        )
+    size = _ranks_of_one_job(args, len(os.sched_getaffinity(0)), "--collectives")
     console = Console()
     blocks = Blocks(args.model, args.seconds)
     raw: dict[str, Any] = {}
@@ -200,7 +276,7 @@ def _check(args: argparse.Namespace) -> None:
             "Expected --rounds and --seconds to be positive. Received: --rounds "
             f"{args.rounds} --seconds {args.seconds:g}."
         )
-    for name in ("json", "plot"):
+    for name in ("json", "plot", "tune"):
         path = getattr(args, name)
         if path is not None and not os.access(path.absolute().parent, os.W_OK):
             raise InvalidArgumentError(

@@ -8,6 +8,7 @@ import re
 import shlex
 import socket
 import sys
+from pathlib import Path
 
 from kerasmgpu.errors import InvalidArgumentError, KerasMGPUError, LaunchError
 from kerasmgpu.launch.spec import LAUNCHERS, JobSpec
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[=VALUE]",
         help="a variable for all ranks, on all hosts (may be repeated)",
     )
+    add("--settings", metavar="FILE", help="of `kerasmgpu bench --tune`")
     add("--start-timeout", type=float, metavar="SECONDS", help="for ranks to start")
     add("--output-dir", metavar="DIR", help="keep rank.N.out and rank.N.err there")
     add("--dry-run", action="store_true", help="print the command, start nothing")
@@ -116,16 +118,25 @@ def _spec(args: argparse.Namespace) -> JobSpec:
         raise InvalidArgumentError(
             f"Expected a positive --start-timeout. Received: {args.start_timeout}."
         )
+    env = specs.parse_env(args.env, environ)
+    gloo = args.gloo
+    if args.settings is not None:
+        from kerasmgpu.perf.settings import read_settings
+
+        settings = read_settings(Path(args.settings))
+        # What the user has set stays.
+        env = {n: v for n, v in settings.environment.items() if n not in environ} | env
+        gloo = gloo or settings.gloo
     return specs.JobSpec(
         command=specs.check_command(command),
         num_ranks=specs.choose_num_ranks(args.num_ranks, hosts, environ),
         hosts=hosts,
         launcher=args.launcher,
-        gloo=args.gloo,
+        gloo=gloo,
         network_interface=interface,
         ssh_port=args.ssh_port,
         ssh_identity_file=identity,
-        env=specs.parse_env(args.env, environ),
+        env=env,
         start_timeout_seconds=args.start_timeout,
         output_dir=args.output_dir,
         verbose=args.verbose,

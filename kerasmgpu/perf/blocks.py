@@ -65,6 +65,7 @@ class Blocks:
         count: int,
         batch_size: int | None = None,
         environ: Mapping[str, str] | None = None,
+        gloo: bool = False,
     ) -> list[dict[str, Any]]:
         """A wrapped model on the ranks of one job, as `kerasmgpu run` starts it.
 
@@ -72,6 +73,7 @@ class Blocks:
             count: how many.
             batch_size: of each; the workload's own where None.
             environ: variables for the ranks.
+            gloo: whether they exchange over Gloo.
 
         Returns:
             What each rank measured.
@@ -79,7 +81,7 @@ class Blocks:
         with tempfile.TemporaryDirectory(prefix="kerasmgpu-bench-") as folder:
             options = _batch_option(batch_size)
             program = self._program("ranks", folder, "--count", str(count), *options)
-            return self._job(count, program, folder, environ)
+            return self._job(count, program, folder, environ, gloo)
 
     def all_reduces(
         self, count: int, sizes: Sequence[int], environ: Mapping[str, str]
@@ -105,8 +107,11 @@ class Blocks:
         program: Sequence[str],
         folder: str,
         environ: Mapping[str, str] | None,
+        gloo: bool = False,
     ) -> list[dict[str, Any]]:
         launcher = [sys.executable, "-m", "kerasmgpu", "run", "-np", str(count)]
+        if gloo:
+            launcher.append("--gloo")
         for name, value in (environ or {}).items():
             launcher += ["--env", f"{name}={value}"]
         return self._results([[*launcher, "--", *program]], folder, count)
