@@ -67,10 +67,11 @@ def join(stall_timeout_seconds: float = 60.0) -> Topology:
     """Joins the job that a launcher started; a job of one process without a launcher.
 
     The first call starts Horovod where more than one process was launched; later calls
-    return what the first found. Must be called on every rank.
+    return what the first found. Must be called on every rank. TensorFlow is not
+    started: its devices can be chosen before `start_roll_call`.
 
     Args:
-        stall_timeout_seconds: how long a rank waits for others before it says so.
+        stall_timeout_seconds: how long a rank waits for others before Horovod says so.
 
     Returns:
         This process's `Topology`.
@@ -114,8 +115,16 @@ def join(stall_timeout_seconds: float = 60.0) -> Topology:
     )
     if _topology.size > 1:
         report.install_failure_hooks()
-        report.start(_topology, stall_timeout_seconds, all_gather_object)
     return _topology
+
+
+def start_roll_call(stall_timeout_seconds: float) -> None:
+    """After `join`: lets a rank that waits too long say on whom, and in what.
+
+    The first call counts. Must be called on every rank.
+    """
+    if topology().size > 1:
+        report.start(topology(), stall_timeout_seconds, all_gather_object)
 
 
 def mark_used(what: str) -> None:

@@ -109,6 +109,18 @@ def _reshuffled_batches(rows: int, batch_size: int, seed: int) -> Any:
     return draws.take(1).flat_map(batches)
 
 
+def move_variable(variable: Any, device: str) -> None:
+    """Puts a Keras variable's value on another device, for good.
+
+    Not while something traced, or an optimizer, holds the `tf.Variable` inside it.
+    """
+    held = variable._value
+    if held is None:  # made later, with the model
+        return
+    with tf.init_scope(), tf.device(device):
+        variable._initialize(tf.identity(held))
+
+
 def build_from_spec(model: Any, spec: Any) -> None:
     """Creates a compiled model's variables, metrics' and optimizer's too, untrained.
 

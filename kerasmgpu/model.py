@@ -31,6 +31,7 @@ from kerasmgpu.keras_compat import (
     split_for_validation,
 )
 from kerasmgpu.layers.fused_batch_norm import fused_normalization
+from kerasmgpu.layers.on_device import backward_beside_forward, not_placed
 from kerasmgpu.micro_batches import check_can_split, train_in_pieces
 from kerasmgpu.optimizer import plain_class, unwrap_optimizer
 from kerasmgpu.predictions import gather_rows
@@ -85,7 +86,7 @@ class RankedModel(_Base):
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         own, session = session_of(self), spanning(self)
-        with _fusing(self):
+        with _fusing(self), backward_beside_forward():
             if own is not None and own.micro_batch_size is not None:
                 return train_in_pieces(self, args[0], own.piece_size.at_most)
             if session is not None and session.uses_xla(super().train_step, *args):
@@ -384,7 +385,8 @@ class RankedModel(_Base):
         write_on_rank_zero(self, "save_weights", filepath, *args, **kwargs)
 
     def export(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        write_on_rank_zero(self, "export", filepath, *args, **kwargs)
+        with not_placed():  # a server may have other devices
+            write_on_rank_zero(self, "export", filepath, *args, **kwargs)
 
 
 def _fusing(model: Any) -> Any:

@@ -232,6 +232,11 @@ class RankedOptimizer(_Base):
             grads = timed("reduce", lambda: reducer.reduce(own), ready=list(own))
         return super()._clip_gradients(grads)
 
+    def add_variable_from_reference(self, *args: Any, **kwargs: Any) -> Any:
+        # Keras puts the slot beside its variable, which a graph under way undoes.
+        with tf.init_scope():
+            return super().add_variable_from_reference(*args, **kwargs)
+
     @tf.autograph.experimental.do_not_convert
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         plain = plain_class(self)

@@ -49,15 +49,23 @@ class HorovodStrategy:
             TensorFlow's fused operation where it can: the same numbers, faster.
         micro_batch_size: at most so many rows of a rank at a time: a training step runs
             them piece by piece and updates once, with the numbers of the whole step and
+<<<<<<< HEAD
             less memory (see the README). None (default): all at once. "auto": all at
             once, and in halves where memory does not suffice.
+=======
+            less memory (see the README). None (default): all at once.
+        devices_per_rank: devices that each rank owns, for `kerasmgpu.layers.OnDevice`:
+            GPUs, from `local_rank` times this number on, or parts of its CPU.
+>>>>>>> 37d2e6f (OnDevice: layers and sub-models on the devices that a rank owns)
         memory_growth: take GPU memory as it is needed instead of all of it.
         stall_timeout_seconds: a rank that waits longer for others says on whom, and in
             what.
 
     Raises:
-        InvalidArgumentError: an argument is none of the values above.
-        LaunchError: the launcher started another number of processes than joined.
+        InvalidArgumentError: an argument is none of the values above, or
+            devices_per_rank is not that of the ranks' first strategies.
+        LaunchError: the launcher started another number of processes than joined; too
+            few GPUs; TensorFlow started before devices could be chosen.
         HorovodNotFoundError: more than one process, and Horovod cannot be imported.
 
     Example:
@@ -81,7 +89,12 @@ class HorovodStrategy:
         gradient_compression: str | None = None,
         sharding: str = "batch",
         fuse_batch_norm: bool = True,
+<<<<<<< HEAD
         micro_batch_size: int | str | None = None,
+=======
+        micro_batch_size: int | None = None,
+        devices_per_rank: int = 1,
+>>>>>>> 37d2e6f (OnDevice: layers and sub-models on the devices that a rank owns)
         memory_growth: bool = True,
         stall_timeout_seconds: float = 60,
     ) -> None:
@@ -89,6 +102,11 @@ class HorovodStrategy:
         check_one_of("gradient_compression", gradient_compression, COMPRESSIONS)
         check_one_of("sharding", sharding, data.SHARDINGS)
         check_micro_batch_size(micro_batch_size)
+        if type(devices_per_rank) is not int or devices_per_rank < 1:
+            raise InvalidArgumentError(
+                "Expected devices_per_rank to be a positive whole number. Received: "
+                f"devices_per_rank={devices_per_rank!r}."
+            )
         if not stall_timeout_seconds > 0:
             raise InvalidArgumentError(
                 "Expected stall_timeout_seconds to be a positive number of seconds. "
@@ -106,8 +124,12 @@ class HorovodStrategy:
                 'gradient_reduction="adasum" needs a power of two ranks. Received: a '
                 f"job of {self.size}."
             )
-        self.gpu = devices.pin_gpu(self._topology, memory_growth)
-        devices.share_cpu_threads(self._topology)
+        self.devices_per_rank = devices_per_rank
+        self.gpu, failure = devices.choose_devices(
+            self._topology, memory_growth, devices_per_rank
+        )
+        collectives.start_roll_call(float(stall_timeout_seconds))
+        devices.agree_on_devices(self._topology, devices_per_rank, failure)
         devices.keep_to_own_cores(self._topology, has_gpu=self.gpu is not None)
         devices.keep_freed_memory(self._topology, has_gpu=self.gpu is not None)
         state.share_random_seeds()

@@ -73,7 +73,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"micro_batches", "memory_step"},
     "strategy": CORE | STEP | {"micro_batches", "model", "session", "tensors"},
     "callbacks": BASE | {"collectives", "state", "files", "perf.model"},
-    "layers": CORE | {"control"},
+    "layers": CORE | {"control", "devices"},
     "launch": BASE | {"report", "transport"},
     "diagnostics": BASE | {"launch", "horovod_environment"},
     "perf": BASE | {"launch", "public"},

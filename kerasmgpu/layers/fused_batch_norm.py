@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kerasmgpu.layers.on_device import is_placing, on_device_of
 from kerasmgpu.overriding import overridden
 
 #: The smallest epsilon that the fused operation takes on GPUs.
@@ -38,12 +39,18 @@ def _may_be_fused(layer: Any) -> bool:
         isinstance(layer, keras.layers.BatchNormalization)
         and type(layer).call is keras.layers.BatchNormalization.call
         and type(layer)._moments is keras.layers.BatchNormalization._moments
-        and "call" not in vars(layer)  # a context outside of this one
+        and not _is_fused_already(layer)
         and not getattr(layer, "synchronized", False)
         and not getattr(layer, "renorm", False)
         and layer.variable_dtype == "float32"
         and layer.epsilon >= _SMALLEST_EPSILON
     )
+
+
+def _is_fused_already(layer: Any) -> bool:
+    """Whether a context outside of this one has replaced the layer's call."""
+    call = vars(layer).get("call")
+    return call is not None and not is_placing(call)
 
 
 def _fused_call(layer: Any) -> Any:
@@ -52,8 +59,10 @@ def _fused_call(layer: Any) -> Any:
     def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
         if not _is_fit_for_fusing(layer, inputs, training, mask):
             return keras_call(inputs, training=training, mask=mask)
-        outputs = _normalize(layer, tf.cast(inputs, tf.float32), bool(training))
-        return tf.cast(outputs, layer.compute_dtype)
+        with on_device_of(layer):
+            x = tf.cast(inputs, tf.float32)
+            outputs = _normalize(layer, x, bool(training))
+            return tf.cast(outputs, layer.compute_dtype)
 
     return call
 
