@@ -49,14 +49,10 @@ class HorovodStrategy:
             TensorFlow's fused operation where it can: the same numbers, faster.
         micro_batch_size: at most so many rows of a rank at a time: a training step runs
             them piece by piece and updates once, with the numbers of the whole step and
-<<<<<<< HEAD
             less memory (see the README). None (default): all at once. "auto": all at
             once, and in halves where memory does not suffice.
-=======
-            less memory (see the README). None (default): all at once.
         devices_per_rank: devices that each rank owns, for `kerasmgpu.layers.OnDevice`:
             GPUs, from `local_rank` times this number on, or parts of its CPU.
->>>>>>> 37d2e6f (OnDevice: layers and sub-models on the devices that a rank owns)
         memory_growth: take GPU memory as it is needed instead of all of it.
         stall_timeout_seconds: a rank that waits longer for others says on whom, and in
             what.
@@ -89,12 +85,8 @@ class HorovodStrategy:
         gradient_compression: str | None = None,
         sharding: str = "batch",
         fuse_batch_norm: bool = True,
-<<<<<<< HEAD
         micro_batch_size: int | str | None = None,
-=======
-        micro_batch_size: int | None = None,
         devices_per_rank: int = 1,
->>>>>>> 37d2e6f (OnDevice: layers and sub-models on the devices that a rank owns)
         memory_growth: bool = True,
         stall_timeout_seconds: float = 60,
     ) -> None:

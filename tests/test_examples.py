@@ -77,6 +77,19 @@ def test_custom_train_step_gives_the_same_on_1_and_2_ranks(mnist_dir):
     np.testing.assert_allclose(results[1], results[0], rtol=1e-4, atol=1e-4)
 
 
+def test_two_branches_give_the_same_on_1_and_2_ranks(mnist_dir, tmp_path):
+    options = ("--data-dir", mnist_dir, "--limit", "800", "--epochs", "2")
+    results = []
+    for ranks in (1, 2):
+        path = str(tmp_path / f"{ranks}.keras")
+        ended = run_example(*("two_branches.py", *options, "--save", path), ranks=ranks)
+        one("fine on CPU:0, coarse on CPU:1", ended)
+        found = one(rf"test loss (\S+), accuracy (\S+)%, ranks: {ranks}", ended)
+        results.append([float(number) for number in found])
+        assert Path(path).is_file()
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-3)
+
+
 def test_no_rank_decodes_what_it_does_not_need(data_source, tmp_path):
     import tfrecord_pipeline
 

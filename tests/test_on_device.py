@@ -114,14 +114,14 @@ CASES = {
         lambda: K.SGD(0.1, momentum=0.9, nesterov=True, global_clipnorm=0.1),
         {},
     ),
-    "functional, RMSprop, eager": (
-        functional,
+    "subclassed, RMSprop, eager": (
+        Subclassed,
         lambda: K.RMSprop(0.01, epsilon=1e-3),
         {"run_eagerly": True},
     ),
     "sequential": (sequential, lambda: K.SGD(0.1, momentum=0.9), {}),
     "subclassed, accumulated": (
-        lambda place: Subclassed(place),
+        Subclassed,
         lambda: K.AdamW(
             0.01, epsilon=1e-4, gradient_accumulation_steps=2, use_ema=True
         ),
@@ -132,6 +132,7 @@ CASES = {
         lambda: K.LossScaleOptimizer(K.SGD(0.1)),
         {"steps_per_execution": 3},
     ),
+    "functional, in pieces": (functional, lambda: K.SGD(0.1), {}),
     "recurrent": (recurrent, lambda: K.SGD(0.1), {}),
     "embedding": (embedding, lambda: K.SGD(0.1), {}),
     "mixed precision": (mixed, lambda: K.SGD(0.1), {}),
@@ -147,7 +148,8 @@ def fit_both(case, **fit):
         model = make(place)
         model.compile(optimizer(), cross_entropy(), metrics=["accuracy"], **options)
         if place is OnDevice:
-            strategy(devices_per_rank=2).wrap(model)
+            pieces = 2 if "in pieces" in case else None
+            strategy(devices_per_rank=2, micro_batch_size=pieces).wrap(model)
         fit = {"batch_size": 8, "epochs": 2, "verbose": 0, **fit}
         results += [model, model.fit(x, y, validation_data=(x[:9], y[:9]), **fit)]
     return results
@@ -208,8 +210,10 @@ def test_files_are_plain_and_cross_over(case, tmp_path):
     for layer in loaded._flatten_layers():
         assert "_kerasmgpu_device" not in vars(layer)
     assert_same_values(ranked.get_weights(), loaded.get_weights(), 0, 0, "weights")
-    served = tf.saved_model.load(f"{folder}/exported").serve(x)
-    np.testing.assert_allclose(served, loaded.predict(x, verbose=0), 1e-4, 1e-5)
+    exported = tf.saved_model.load(f"{folder}/exported")
+    np.testing.assert_allclose(
+        exported.serve(x), loaded.predict(x, verbose=0), 1e-4, 1e-5
+    )
     # Both go on alike, the plain one by itself.
     results = [m.fit(x, y, batch_size=8, verbose=0) for m in (loaded, ranked)]
     assert_same(loaded, results[0], ranked, results[1])
