@@ -49,6 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "for `kerasmgpu run --settings FILE`",
     )
     add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="instead: a Chrome trace of a few steps, computation and communication by "
+        "rank, and the share of communication that nothing hides",
+    )
+    add(
         "--collectives",
         action="store_true",
         help="instead: all-reduces by size, with Horovod's own settings and ours",
@@ -62,6 +69,8 @@ def main(args: argparse.Namespace) -> int:
         return _measure_collectives(args)
     if args.tune is not None:
         return _tune(args)
+    if args.trace is not None:
+        return _trace(args)
     return _measure_training(args)
 
 
@@ -206,6 +215,41 @@ def _ranks_of_one_job(args: argparse.Namespace, cores: int, option: str) -> int:
     return size
 
 
+def _trace(args: argparse.Namespace) -> int:
+    import json
+
+    from rich.console import Console
+
+    from kerasmgpu.perf import record, trace, traced_steps
+    from kerasmgpu.perf.blocks import Blocks
+
+    size = _ranks_of_one_job(args, len(os.sched_getaffinity(0)), "--trace")
+    console = Console()
+    blocks = Blocks(args.model, args.seconds)
+    with (
+        console.status(f"{args.model}: steps on {size} ranks"),
+        record.load_of_others() as load,
+    ):
+        communication, computation = traced_steps.merge(*blocks.traced(size))
+    share = trace.exposed_share(communication, computation)
+    made = trace.chrome_trace(communication, computation)
+    args.trace.write_text(json.dumps(made), encoding="utf-8")
+    for rank, spans in communication.items():
+        exposed = trace.exposed(spans, computation[rank]) / 1e3
+        console.print(
+            f"rank {rank}: {trace.total(computation[rank]) / 1e3:.1f} ms of "
+            f"computation, {trace.total(spans) / 1e3:.2f} ms of communication, "
+            f"{exposed:.2f} ms of it exposed"
+        )
+    console.print(
+        f"{args.model}, {traced_steps.STEPS} steps on {size} ranks: {share:.0%} of the "
+        "communication is exposed (nothing is computed meanwhile on that rank). Other "
+        f"programs took up to {max(load):.0f} % of the processors; the profiler takes "
+        f"some time of its own.\ntrace: {args.trace}"
+    )
+    return 0
+
+
 def _measure_collectives(args: argparse.Namespace) -> int:
     from rich.console import Console
 
@@ -276,7 +320,7 @@ def _check(args: argparse.Namespace) -> None:
             "Expected --rounds and --seconds to be positive. Received: --rounds "
             f"{args.rounds} --seconds {args.seconds:g}."
         )
-    for name in ("json", "plot", "tune"):
+    for name in ("json", "plot", "tune", "trace"):
         path = getattr(args, name)
         if path is not None and not os.access(path.absolute().parent, os.W_OK):
             raise InvalidArgumentError(

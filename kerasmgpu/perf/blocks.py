@@ -101,6 +101,23 @@ class Blocks:
             program += ["--folder", folder, "--sizes", ",".join(map(str, sizes))]
             return self._job(count, program, folder, environ)
 
+    def traced(self, count: int) -> tuple[list[dict[str, Any]], str]:
+        """A few steps on the ranks of one job, under TensorFlow's profiler.
+
+        Args:
+            count: ranks.
+
+        Returns:
+            What each rank wrote, as of `traced_steps`, and Horovod's timeline.
+        """
+        with tempfile.TemporaryDirectory(prefix="kerasmgpu-bench-") as folder:
+            program = [sys.executable, "-m", "kerasmgpu.perf.traced_steps"]
+            program += ["--model", self.model, "--folder", folder]
+            timeline = Path(folder, "timeline.json")
+            environ = {"HOROVOD_TIMELINE": str(timeline)}
+            results = self._job(count, program, folder, environ)
+            return results, timeline.read_text(encoding="utf-8")
+
     def _job(
         self,
         count: int,
