@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasmgpu.collectives import alone, barrier, topology
+from kerasmgpu.collectives import alone, barrier, groups
 from kerasmgpu.data import bounds
 from kerasmgpu.keras_compat import build_from_spec, tree
 from kerasmgpu.state import optimizers_of
@@ -60,7 +60,7 @@ def seconds_alone(session: Any, steps: int) -> list[float] | None:
 def rows_of_rank(session: Any) -> int:
     """Rows of a full global batch that this rank takes."""
     total = session.global_batch_size or 32
-    low, high = bounds(total, topology().rank, topology().size)
+    low, high = bounds(total, groups().replica, groups().replicas)
     return max(1, high - low)
 
 

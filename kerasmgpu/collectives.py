@@ -16,6 +16,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import os
 import pickle
@@ -35,6 +36,7 @@ from kerasmgpu.errors import (
     LaunchError,
     RankMismatchError,
 )
+from kerasmgpu.groups import Groups
 from kerasmgpu.horovod_environment import check_built_for_current_tensorflow
 from kerasmgpu.topology import (
     Topology,
@@ -52,6 +54,9 @@ _PEER_LOST = (
 )
 
 _topology: Topology | None = None
+_groups = Groups()
+#: "group" or "position" -> Horovod's process set, where it is not all ranks.
+_process_sets: dict[str, Any] = {}
 _alone: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "kerasmgpu_alone", default=False
 )
@@ -63,7 +68,7 @@ _positions: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = (
 # Joining ------------------------------------------------------------------------------
 
 
-def join(stall_timeout_seconds: float = 60.0) -> Topology:
+def join(stall_timeout_seconds: float = 60.0, model_parallel_size: int = 1) -> Topology:
     """Joins the job that a launcher started; a job of one process without a launcher.
 
     The first call starts Horovod where more than one process was launched; later calls
@@ -72,21 +77,27 @@ def join(stall_timeout_seconds: float = 60.0) -> Topology:
 
     Args:
         stall_timeout_seconds: how long a rank waits for others before Horovod says so.
+        model_parallel_size: ranks in a group. It holds for the process: Horovod is
+            told of the groups when it starts.
 
     Returns:
         This process's `Topology`.
 
     Raises:
+        InvalidArgumentError: groups of this size are not possible, or an earlier call
+            made others.
         HorovodNotFoundError: several processes were launched and Horovod cannot be
             imported.
         LaunchError: the launcher's size is not the size that Horovod found.
     """
     global _topology
     if _topology is not None:
+        _check_groups(model_parallel_size)
         return _topology
     promised = launched_size()
     expected = promised[0] if promised is not None else slurm_step_size() or 1
     if expected == 1:
+        _set_groups(Groups(model_parallel_size))
         _topology = Topology()
         return _topology
     hvd = _horovod()
@@ -94,7 +105,9 @@ def join(stall_timeout_seconds: float = 60.0) -> Topology:
     on_cpus = not hvd.nccl_built()
     _choose_transport_defaults(expected, on_cpus, stall_timeout_seconds)
     threads = transport.threads_of_process()
-    hvd.init()
+    asked = Groups(model_parallel_size, launched_rank(), expected)
+    sets = _make_process_sets(asked)
+    hvd.init(process_sets=[made for made, _ in sets])
     if on_cpus:
         started = transport.threads_of_process() - threads
         transport.let_computation_go_first(started)
@@ -113,6 +126,8 @@ def join(stall_timeout_seconds: float = 60.0) -> Topology:
         node_rank=hvd.cross_rank(),
         num_nodes=hvd.cross_size(),
     )
+    _set_groups(Groups(model_parallel_size, hvd.rank(), hvd.size()))
+    _process_sets.update({kind: s for s, kind in sets if hvd.rank() in s.ranks})
     if _topology.size > 1:
         report.install_failure_hooks()
     return _topology
@@ -138,6 +153,52 @@ def topology() -> Topology:
     if _alone.get():
         return Topology()
     return _topology or Topology()
+
+
+def groups() -> Groups:
+    """This process's place among the groups; groups of one where there are none."""
+    return Groups() if _alone.get() else _groups
+
+
+def _set_groups(made: Groups) -> None:
+    global _groups
+    _groups = made
+
+
+def _check_groups(model_parallel_size: int) -> None:
+    asked = dataclasses.replace(_groups, model_parallel_size=model_parallel_size)
+    if asked != _groups:
+        raise InvalidArgumentError(
+            f"Rank {_groups.rank} of {_groups.size}: expected one model_parallel_size "
+            "in a process, given to its first HorovodStrategy: "
+            f"{_groups.model_parallel_size}. Received: model_parallel_size="
+            f"{model_parallel_size}."
+        )
+
+
+def _make_process_sets(asked: Groups) -> list[tuple[Any, str]]:
+    """Of every group and every position, the same on all ranks; not of all ranks."""
+    if asked.model_parallel_size == 1:
+        return []
+    listed = [(ranks, "group") for ranks in asked.all_groups()]
+    listed += [(ranks, "position") for ranks in asked.all_positions()]
+    return [
+        (_horovod().ProcessSet(ranks), kind)
+        for ranks, kind in listed
+        if 1 < len(ranks) < asked.size
+    ]
+
+
+def _ranks_among(among: str) -> int:
+    """How many ranks a collective has: among "all", a "group" or a "position"."""
+    if among == "all":
+        return topology().size
+    made = groups()
+    return made.model_parallel_size if among == "group" else made.replicas
+
+
+def _set_of(among: str) -> dict[str, Any]:
+    return {"process_set": _process_sets[among]} if among in _process_sets else {}
 
 
 @contextlib.contextmanager
@@ -261,7 +322,9 @@ def _call(
 # Plain operations on one tensor, used by the core -------------------------------------
 
 
-def _horovod_reduce(tensor: tf.Tensor, name: str, *, op: str) -> tf.Tensor:
+def _horovod_reduce(
+    tensor: tf.Tensor, name: str, *, op: str, among: str = "all"
+) -> tf.Tensor:
     hvd = _horovod()
     operation = {
         "sum": hvd.Sum,
@@ -270,50 +333,74 @@ def _horovod_reduce(tensor: tf.Tensor, name: str, *, op: str) -> tf.Tensor:
         "max": hvd.Max,
         "adasum": hvd.Adasum,
     }[op]
-    result = hvd.allreduce(tensor, op=operation, name=name)
+    result = hvd.allreduce(tensor, op=operation, name=name, **_set_of(among))
     result.set_shape(tensor.shape)
     return result
 
 
-def _horovod_gather(tensor: tf.Tensor, name: str) -> tf.Tensor:
-    result = _horovod().allgather(tensor, name=name)
+def _horovod_gather(tensor: tf.Tensor, name: str, *, among: str = "all") -> tf.Tensor:
+    result = _horovod().allgather(tensor, name=name, **_set_of(among))
     if tensor.shape.rank is not None:
         result.set_shape([None, *tensor.shape[1:]])
     return result
 
 
-def _horovod_broadcast(tensor: tf.Tensor, name: str, *, root_rank: int) -> tf.Tensor:
-    result = _horovod().broadcast(tensor, root_rank=root_rank, name=name)
+def _horovod_broadcast(
+    tensor: tf.Tensor, name: str, *, root_rank: int, among: str = "all"
+) -> tf.Tensor:
+    result = _horovod().broadcast(
+        tensor, root_rank=root_rank, name=name, **_set_of(among)
+    )
     result.set_shape(tensor.shape)
     return result
 
 
 @tf.autograph.experimental.do_not_convert
-def reduce_tensor(tensor: tf.Tensor, op: str, name: str | None = None) -> tf.Tensor:
-    """All-reduce of one tensor of a type that Horovod takes, without a gradient."""
-    if topology().size == 1:
+def reduce_tensor(
+    tensor: tf.Tensor, op: str, name: str | None = None, among: str = "all"
+) -> tf.Tensor:
+    """All-reduce of one tensor of a type that Horovod takes, without a gradient.
+
+    Among "all" ranks, this rank's "group", or the ranks of its "position".
+    """
+    if _ranks_among(among) == 1:
         return tensor
-    return _call(_horovod_reduce, tensor, name, f"all_reduce.{op}", op=op)
+    kind = f"all_reduce.{op}" if among == "all" else f"all_reduce.{op}.{among}"
+    return _call(_horovod_reduce, tensor, name, kind, op=op, among=among)
 
 
 @tf.autograph.experimental.do_not_convert
 def gather_tensor(
-    tensor: tf.Tensor, name: str | None = None, why: str | None = None
+    tensor: tf.Tensor,
+    name: str | None = None,
+    why: str | None = None,
+    among: str = "all",
 ) -> tf.Tensor:
-    """All-gather of one tensor along its first dimension, without a gradient."""
-    if topology().size == 1:
+    """All-gather of one tensor along its first dimension, without a gradient.
+
+    Among "all" ranks, this rank's "group", or the ranks of its "position".
+    """
+    if _ranks_among(among) == 1:
         return tensor
-    return _call(_horovod_gather, tensor, name, "all_gather", why)
+    kind = "all_gather" if among == "all" else f"all_gather.{among}"
+    return _call(_horovod_gather, tensor, name, kind, why, among=among)
 
 
 @tf.autograph.experimental.do_not_convert
 def broadcast_tensor(
-    tensor: tf.Tensor, root_rank: int = 0, name: str | None = None
+    tensor: tf.Tensor, root_rank: int = 0, name: str | None = None, among: str = "all"
 ) -> tf.Tensor:
-    """Broadcast of one tensor, without a gradient."""
-    if topology().size == 1:
+    """Broadcast of one tensor, without a gradient.
+
+    Among "all" ranks, this rank's "group", or the ranks of its "position"; `root_rank`
+    counts from the job's first rank in any case.
+    """
+    if _ranks_among(among) == 1:
         return tensor
-    return _call(_horovod_broadcast, tensor, name, "broadcast", root_rank=root_rank)
+    kind = "broadcast" if among == "all" else f"broadcast.{among}"
+    return _call(
+        _horovod_broadcast, tensor, name, kind, root_rank=root_rank, among=among
+    )
 
 
 def rank_in_graph() -> tf.Tensor:

@@ -12,11 +12,12 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from kerasmgpu.collectives import reduce_tensor, topology
+from kerasmgpu.collectives import groups, reduce_tensor, topology
 from kerasmgpu.errors import InvalidArgumentError, RankMismatchError
 
 #: Entries of the vector that the data pipeline puts beside each batch: this rank's
@@ -50,6 +51,12 @@ class Step:
     total_rows: tf.Tensor
     weight: tf.Tensor
     training: bool
+
+    @property
+    def weight_among_all(self) -> tf.Tensor:
+        """float32, `weight` shared out within the group: all ranks' add up to 1."""
+        m = groups().model_parallel_size
+        return self.weight if m == 1 else self.weight / m
 
     @property
     def per_row_scale(self) -> tf.Tensor:
@@ -105,9 +112,14 @@ def make_step(
     many rows there are in all: its gradients need not wait for the control vector.
     """
     rows = meta[META_ROWS]
-    total = meta[META_TOTAL] if same_batches else control[ROWS]
+    total = meta[META_TOTAL] if same_batches else total_rows(control)
     weight = tf.cast(tf.math.divide_no_nan(rows, total), tf.float32)
     return Step(rows=rows, total_rows=total, weight=weight, training=training)
+
+
+def total_rows(control: Any) -> Any:
+    """The rows of the global batch: the ranks of a group hold the same ones."""
+    return control[ROWS] / groups().model_parallel_size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasmgpu.collectives import all_gather_object, topology
+from kerasmgpu.collectives import all_gather_object, groups, topology
 from kerasmgpu.control import META_SIZE, PRINT_LIMIT
 from kerasmgpu.errors import InvalidArgumentError, InvalidTypeError
 from kerasmgpu.fit_data import FitData
@@ -211,7 +211,7 @@ def shard_dataset(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
     def cut(batch: Any) -> Any:
         rows = number_of_rows(batch)
-        low, high = bounds(rows, topology().rank, topology().size)
+        low, high = bounds(rows, groups().replica, groups().replicas)
         return tree.map_structure(lambda leaf: rows_between(leaf, low, high), batch)
 
     return _map_numbered(dataset, lambda _, batch: cut(batch))
@@ -227,7 +227,7 @@ def shard_files(files: Sequence[Any]) -> list[Any]:
             "files, start fewer ranks, or read all files on every rank with "
             'sharding="batch".'
         )
-    return list(files)[rank::size]
+    return list(files)[groups().replica :: groups().replicas]
 
 
 def shard_batch(data: Any) -> tuple[Any, tf.Tensor]:
@@ -349,7 +349,7 @@ def _own_batch(batch: Any) -> dict[str, Any]:
 
 def _row_range(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """First and last-plus-one row to take, and how many of them count."""
-    low, high = bounds(rows, topology().rank, topology().size)
+    low, high = bounds(rows, groups().replica, groups().replicas)
     counted = high - low
     spare = tf.equal(counted, 0)
     low = tf.where(spare, tf.maximum(tf.minimum(low, rows - 1), 0), low)

@@ -26,7 +26,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kerasmgpu.collectives import reduce_tensor
+from kerasmgpu.collectives import groups, reduce_tensor
 from kerasmgpu.control import Step, current_step
 from kerasmgpu.keras_compat import activity_losses_are_means, mask_of
 from kerasmgpu.overriding import overridden
@@ -151,7 +151,7 @@ def _total(divisor: tf.Tensor) -> tf.Tensor:
     """Over all rows of the step: summed at once, or counted before (`divisors`)."""
     pieces = _pieces.get()
     if pieces is None:
-        return reduce_tensor(divisor, "sum")
+        return reduce_tensor(divisor, "sum") / groups().model_parallel_size
     found, totals = pieces
     found.append(divisor)
     return divisor if totals is None else totals[len(found) - 1]

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kerasmgpu.collectives import reduce_tensor, topology
+from kerasmgpu.collectives import groups, reduce_tensor, topology
 from kerasmgpu.control import current_step
 from kerasmgpu.errors import InvalidArgumentError
 from kerasmgpu.keras_compat import CompileMetrics, compiled_metrics, tree
@@ -300,6 +300,8 @@ def sum_over_ranks(
             value = tf.cast(variable.value, wide)
             if id(variable) in starts and not topology().is_rank_zero:
                 value -= tf.cast(starts[id(variable)], wide)
+            if not groups().speaks:  # the group's rows count once
+                value = tf.zeros_like(value)
             flat.append(tf.reshape(value, [-1]))
         total = reduce_tensor(tf.concat(flat, 0), "sum", f"kerasmgpu.metrics.{dtype}")
         sizes = [int(np.prod(v.shape)) for v in group]

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from kerasmgpu import metrics, report, state, xla_step
 from kerasmgpu.callback_list import RankCallbackList, flat
-from kerasmgpu.collectives import reduce_tensor, topology
+from kerasmgpu.collectives import groups, reduce_tensor, topology
 from kerasmgpu.data import DATA, ROW_IDS, ShardedAdapter, spare_data
 from kerasmgpu.errors import InvalidArgumentError, InvalidTypeError
 from kerasmgpu.files import write_on_rank_zero
@@ -405,7 +405,7 @@ def _global_numbers(
     their mean over ranks, weighted by the rows of the last batch.
     """
     known = step.log_metrics if step is not None else {}
-    share = step.share if step is not None else 1.0 / topology().size
+    share = step.share if step is not None else groups().speaks / groups().replicas
     result: dict[str, Any] = {}
     numbers: dict[str, np.ndarray] = {}
     for key in sorted(logs):

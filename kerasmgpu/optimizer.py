@@ -21,6 +21,7 @@ import tensorflow as tf
 from kerasmgpu.collectives import (
     exchange_pieces,
     gather_tensor,
+    groups,
     reduce_tensor,
     topology,
 )
@@ -90,10 +91,19 @@ class Reducer:
             return list(gradients)
         step = current_step()
         if step is None:
-            weight = tf.constant(1.0 / topology().size, tf.float32)
+            weight = tf.constant(1.0 / groups().replicas, tf.float32)
         else:
             weight = step.weight
-        return [_scaled(gradient, weight) for gradient in gradients]
+        m = groups().model_parallel_size
+        among_all = weight / m if m > 1 else weight
+
+        def weigh(gradient: Any) -> Any:
+            # The ranks of a group hold the same gradients of what they hold alike:
+            # dense ones are shared out, of sparse ones the first rank sends all.
+            sparse = isinstance(gradient, tf.IndexedSlices)
+            return _scaled(gradient, weight if sparse else among_all)
+
+        return [weigh(gradient) for gradient in gradients]
 
     def reduce(self, gradients: Sequence[Any]) -> list[Any]:
         """Adds up weighed gradients over ranks, each as soon as it is there.
@@ -157,6 +167,8 @@ def _gather_slices(gradient: tf.IndexedSlices, step: Any, name: str) -> Any:
     if step is not None:
         count = tf.where(step.rows > 0, tf.shape(indices)[0], 0)
         values, indices = values[:count], indices[:count]
+    if not groups().speaks:
+        values, indices = values[:0], indices[:0]
     return tf.IndexedSlices(
         gather_tensor(values, f"{name}.values"),
         gather_tensor(indices, f"{name}.indices"),
@@ -260,6 +272,22 @@ def _accumulates(optimizer: Any) -> bool:
     """Whether gradients are added up over micro-steps, here or inside."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return bool(inner.gradient_accumulation_steps)
+
+
+def check_optimizers_of_groups(optimizers: Sequence[Any]) -> None:
+    """Refuses what optimizers cannot do with groups of ranks."""
+    place = groups()
+    if place.model_parallel_size == 1:
+        return
+    for optimizer in optimizers:
+        if _accumulates(optimizer):
+            raise InvalidArgumentError(
+                f"Rank {place.rank} of {place.size}: expected an optimizer without "
+                "gradient_accumulation_steps with groups of ranks "
+                f"(model_parallel_size={place.model_parallel_size}). Received: "
+                f"{optimizer.name!r} with gradient_accumulation_steps. Use a larger "
+                "batch_size."
+            )
 
 
 def accumulators(optimizer: Any) -> list[Any]:

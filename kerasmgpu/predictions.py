@@ -7,7 +7,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kerasmgpu.collectives import all_gather_object, gather_tensor, topology
+from kerasmgpu.collectives import (
+    all_gather_object,
+    gather_tensor,
+    groups,
+    topology,
+)
 from kerasmgpu.errors import InvalidArgumentError
 from kerasmgpu.keras_compat import tree
 
@@ -23,7 +28,7 @@ def gather_rows(outputs: Any, row_ids: np.ndarray, own_rows: bool) -> Any:
         row_ids: int64 `(rows,)`; -1 marks a spare row, which is dropped.
         own_rows: return this rank's rows only, without a collective.
     """
-    kept = np.flatnonzero(row_ids >= 0)
+    kept = np.flatnonzero((row_ids >= 0) & (groups().speaks or own_rows))
     if own_rows:
         return tree.map_structure(lambda leaf: _take(leaf, kept, row_ids), outputs)
     ids = gather_tensor(tf.constant(row_ids[kept]), "kerasmgpu.predict.ids").numpy()

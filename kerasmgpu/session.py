@@ -23,7 +23,11 @@ from kerasmgpu.fit_data import FitData
 from kerasmgpu.keras_compat import build_from_spec
 from kerasmgpu.memory_step import MemoryStepFunction
 from kerasmgpu.micro_batches import AUTO, PieceSize
-from kerasmgpu.optimizer import plain_class, wrap_optimizer
+from kerasmgpu.optimizer import (
+    check_optimizers_of_groups,
+    plain_class,
+    wrap_optimizer,
+)
 from kerasmgpu.resume import Resume
 from kerasmgpu.step import StepFunction
 from kerasmgpu.timing import StepTimers
@@ -207,6 +211,7 @@ class Session:
 
     def prepare_training(self) -> None:
         optimizers = state.optimizers_of(self.model)
+        check_optimizers_of_groups(optimizers)
         self.send_state()
         state.gather_accumulators(optimizers, add_up=self.accumulated_apart)
         self.accumulated_apart = True

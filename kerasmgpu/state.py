@@ -20,6 +20,7 @@ from kerasmgpu.collectives import (
     all_gather_object,
     broadcast_object,
     broadcast_tensor,
+    groups,
     reduce_tensor,
     topology,
 )
@@ -86,14 +87,15 @@ def separate_random_states(model: Any) -> None:
     """Makes dropout and augmentation layers draw differently on each rank.
 
     Called after the broadcast of rank 0's states, from which rank `r` derives its own,
-    so a repeated run repeats them. Rank 0 keeps its own.
+    so a repeated run repeats them. Rank 0 keeps its own. The ranks of a group, which
+    see the same rows, draw alike.
     """
-    rank = topology().rank
-    if rank == 0:
+    replica = groups().replica
+    if replica == 0:
         return
     for variable in seed_states(model):
         value = variable.numpy()
-        mixed = np.random.SeedSequence([int(value.flat[0]), rank]).generate_state(1)
+        mixed = np.random.SeedSequence([int(value.flat[0]), replica]).generate_state(1)
         value.flat[0] = mixed[0].astype(value.dtype)
         variable.assign(value)
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 from kerasmgpu import control
 from kerasmgpu.collectives import (
     all_gather_object,
+    groups,
     reduce_tensor,
     waiting_for_ranks,
 )
@@ -50,7 +51,8 @@ class StepFunction:
     Attributes:
         stop_agreed: whether any rank asked to stop in the last step.
         log_metrics: key of the logs → the metric whose result it is.
-        share: this rank's share of the rows of the last batch.
+        share: this rank's share of the rows of the last batch; one rank of a group has
+            the group's, the others none.
         total_rows: rows of the last global batch.
         timers: where to note what steps wait for; to be set before the first call.
     """
@@ -136,8 +138,9 @@ class StepFunction:
         if self.model.run_eagerly and self._variables_sent != len(self.model.variables):
             self._prepare_once()  # a step has made more of them
         agreed = control.read(sums, self.same_batches)
-        self.total_rows = float(sums[control.ROWS])
-        self.share = float(meta[control.META_ROWS] / self.total_rows)
+        self.total_rows = float(control.total_rows(sums))
+        own = meta[control.META_ROWS] if groups().speaks else 0.0
+        self.share = float(own / self.total_rows)
         self.stop_agreed = agreed.stop
         if trying:
             self._check_trials(np.asarray(trials))
@@ -359,7 +362,7 @@ def average_moving_statistics(
     if not moved:
         return
     flat = [tf.reshape(tf.cast(v.value, tf.float32), [-1]) for v in moved]
-    joined = tf.math.multiply_no_nan(tf.concat(flat, 0), step.weight)
+    joined = tf.math.multiply_no_nan(tf.concat(flat, 0), step.weight_among_all)
     mean = reduce_tensor(joined, "sum", "kerasmgpu.moving_statistics")
     sizes = [int(np.prod(v.shape)) for v in moved]
     for variable, part in zip(moved, tf.split(mean, sizes), strict=True):

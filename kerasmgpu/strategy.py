@@ -53,6 +53,9 @@ class HorovodStrategy:
             once, and in halves where memory does not suffice.
         devices_per_rank: devices that each rank owns, for `kerasmgpu.layers.OnDevice`:
             GPUs, from `local_rank` times this number on, or parts of its CPU.
+        model_parallel_size: ranks that hold one model together, a group; must divide
+            the number of ranks, and is the same for the whole process. The ranks of a
+            group see the same rows, the groups different ones (see the README).
         memory_growth: take GPU memory as it is needed instead of all of it.
         stall_timeout_seconds: a rank that waits longer for others says on whom, and in
             what.
@@ -87,6 +90,7 @@ class HorovodStrategy:
         fuse_batch_norm: bool = True,
         micro_batch_size: int | str | None = None,
         devices_per_rank: int = 1,
+        model_parallel_size: int = 1,
         memory_growth: bool = True,
         stall_timeout_seconds: float = 60,
     ) -> None:
@@ -110,7 +114,14 @@ class HorovodStrategy:
         self.sharding = sharding
         self.fuse_batch_norm = fuse_batch_norm
         self.micro_batch_size = micro_batch_size
-        self._topology = collectives.join(float(stall_timeout_seconds))
+        self._topology = collectives.join(
+            float(stall_timeout_seconds), model_parallel_size
+        )
+        self.model_parallel_size = model_parallel_size
+        if model_parallel_size > 1:
+            _check_options_of_groups(
+                gradient_reduction, gradient_compression, sharding, micro_batch_size
+            )
         if gradient_reduction == "adasum" and self.size & (self.size - 1):
             raise InvalidArgumentError(
                 'gradient_reduction="adasum" needs a power of two ranks. Received: a '
@@ -166,8 +177,8 @@ class HorovodStrategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """`size`, under the name that `tf.distribute` uses."""
-        return self._topology.size
+        """Groups of ranks, `size` where each is one, as `tf.distribute` names it."""
+        return self._topology.size // self.model_parallel_size
 
     # Wrapping -------------------------------------------------------------------------
 
@@ -200,6 +211,12 @@ class HorovodStrategy:
             self._models.add(model_or_optimizer)
             return model_or_optimizer
         if isinstance(model_or_optimizer, keras.optimizers.Optimizer):
+            if self.model_parallel_size > 1:
+                raise InvalidTypeError(
+                    f"Rank {self.rank} of {self.size}: expected a model to wrap under "
+                    f"model_parallel_size={self.model_parallel_size}. Received: an "
+                    "optimizer alone, which does not know of groups."
+                )
             collectives.mark_used("an optimizer")
             return wrap_optimizer(
                 model_or_optimizer, self.gradient_reduction, self.gradient_compression
@@ -293,6 +310,13 @@ class HorovodStrategy:
 
         No collective takes place, so one rank may do it without the others.
         """
+        if self.model_parallel_size > 1:
+            raise InvalidArgumentError(
+                f"Rank {self.rank} of {self.size}: expected model_parallel_size=1 in "
+                "strategy.local(): one rank of a group holds only a part of the "
+                f"model. Received: model_parallel_size={self.model_parallel_size}. "
+                "Call evaluate or predict on all ranks."
+            )
         sessions = [s for s in map(session_of, self._models) if s is not None]
         for session in sessions:
             session.local_depth += 1
@@ -368,6 +392,22 @@ def _check_backend() -> None:
             f"{backend!r} (KERAS_BACKEND={os.environ.get('KERAS_BACKEND', '')!r}). Set "
             "KERAS_BACKEND=tensorflow before Keras is imported."
         )
+
+
+def _check_options_of_groups(
+    reduction: str, compression: str | None, sharding: str, micro_batch_size: Any
+) -> None:
+    for name, value, only in (
+        ("gradient_reduction", reduction, "mean"),
+        ("gradient_compression", compression, None),
+        ("sharding", sharding, "batch"),
+        ("micro_batch_size", micro_batch_size, None),
+    ):
+        if value != only:
+            raise InvalidArgumentError(
+                f"Expected {name}={only!r} with groups of ranks "
+                f"(model_parallel_size). Received: {name}={value!r}."
+            )
 
 
 def _not_keras(obj: Any, topology: Any) -> str:

@@ -143,9 +143,13 @@ def check(
     y: Any = None,
     rtol: float = 1e-4,
     atol: float = 2e-6,
+    options: Any = None,
     **fit: Any,
 ) -> keras.Model:
-    """`fit` on N ranks against one process. Returns the wrapped model."""
+    """`fit` on N ranks against one process. Returns the wrapped model.
+
+    `options` are the strategy's, the rest is for `fit`.
+    """
     fit = {"epochs": 2, "verbose": 0, **fit}
     # A dataset or generator is made anew for each of the two.
     make = x if callable(x) and not isinstance(x, keras.utils.PyDataset) else lambda: x
@@ -153,6 +157,6 @@ def check(
     def train(model: keras.Model) -> Any:
         return model.fit(make(), y, **fit)
 
-    result = one_and_all(build, train)
+    result = one_and_all(build, train, **(options or {}))
     assert_same(*result, rtol=rtol, atol=atol)
     return result[2]
