@@ -59,7 +59,6 @@ class RankCallbackList(keras.callbacks.CallbackList):
         self.callbacks.sort(key=lambda c: getattr(c, "runs_last", False))
 
     on_train_end = _guarded("on_train_end")
-    on_epoch_begin = _guarded("on_epoch_begin")
     on_test_begin = _guarded("on_test_begin")
     on_test_end = _guarded("on_test_end")
     on_test_batch_begin = _guarded("on_test_batch_begin")
@@ -75,6 +74,11 @@ class RankCallbackList(keras.callbacks.CallbackList):
         model = session.model
         if session.spans_ranks:
             model._initial_epoch = broadcast_object(model._initial_epoch)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._session.begin_epoch(epoch)
+        with self._session.callbacks_running():
+            super().on_epoch_begin(epoch, logs)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         resume = self._session.resume

@@ -37,7 +37,7 @@ from kerasmgpu.keras_compat import (
 )
 from kerasmgpu.state import seed_of_ours
 
-SHARDINGS = ("batch", "none")
+SHARDINGS = ("batch", "none", "balanced")
 
 #: Keys of an element: a plain batch is a tuple, so a sharded one cannot be mistaken.
 DATA, META, ROW_IDS = "kerasmgpu_data", "kerasmgpu_meta", "kerasmgpu_row_ids"
@@ -62,8 +62,9 @@ class ShardedAdapter(FitData):
     Args:
         x, y, sample_weight, batch_size, steps, shuffle, class_weight: as in `fit`;
             `batch_size` is global.
-        sharding: "batch" (cut this rank's rows out of global batches) or "none" (the
-            data is this rank's own).
+        sharding: "batch" (cut this rank's rows out of global batches), "none" (the data
+            is this rank's own) or "balanced" (global batches are left whole, and cut
+            inside the step).
         with_row_ids: put each row's number beside it (`predict`) instead of the vector
             for steps.
     """
@@ -109,7 +110,7 @@ class ShardedAdapter(FitData):
 
     def _build(self) -> tf.data.Dataset:
         finish, done = self._finish()
-        if self.sharding == "batch":
+        if self.sharding != "none":
             batches = self._cut_arrays(finish) or self._cut_batches(finish)
         else:
             batches = _map_numbered(
@@ -140,7 +141,9 @@ class ShardedAdapter(FitData):
     def _cut_batches(self, finish: Callable[[Any, Any], Any]) -> tf.data.Dataset:
         return _map_numbered(
             self.source.get_tf_dataset(),
-            lambda number, batch: finish(number, _cut(batch, number)),
+            lambda number, batch: finish(
+                number, _cut(batch, number, self.sharding == "balanced")
+            ),
         )
 
     def _cut_arrays(self, finish: Callable[[Any, Any], Any]) -> tf.data.Dataset | None:
@@ -151,11 +154,12 @@ class ShardedAdapter(FitData):
         if arrays is None:
             return None
         indices = index_batches(self.source, seed_of_ours())
+        whole = self.sharding == "balanced"
         arrays_dataset = tf.data.Dataset.from_tensors(arrays).repeat()
 
         def cut(number: tf.Tensor, batch: tf.Tensor, data: Any) -> Any:
             total = tf.shape(batch, tf.int64)[0]
-            low, high, rows = _row_range(total)
+            low, high, rows = _row_range(total, whole)
             mine = batch[low:high]
 
             def gather(these: tf.Tensor) -> Any:
@@ -230,8 +234,8 @@ def shard_files(files: Sequence[Any]) -> list[Any]:
     return list(files)[groups().replica :: groups().replicas]
 
 
-def shard_batch(data: Any) -> tuple[Any, tf.Tensor]:
-    """This rank's rows of one global batch at hand (`train_on_batch`).
+def shard_batch(data: Any, whole: bool = False) -> tuple[Any, tf.Tensor]:
+    """This rank's rows, or all, of one global batch at hand (`train_on_batch`).
 
     Returns:
         `(data, meta)`, as in the elements of a `ShardedAdapter`.
@@ -239,7 +243,7 @@ def shard_batch(data: Any) -> tuple[Any, tf.Tensor]:
     data = tree.map_structure(
         lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), data
     )
-    item = _cut(data, tf.constant(0, tf.int64))
+    item = _cut(data, tf.constant(0, tf.int64), whole)
     element = _with_meta(item, True)
     return element[DATA], element[META]
 
@@ -329,9 +333,9 @@ def _with_length(dataset: tf.data.Dataset, number: int) -> tf.data.Dataset:
     return dataset
 
 
-def _cut(batch: Any, number: tf.Tensor) -> dict[str, Any]:
+def _cut(batch: Any, number: tf.Tensor, whole: bool = False) -> dict[str, Any]:
     total = number_of_rows(batch)
-    low, high, rows = _row_range(total)
+    low, high, rows = _row_range(total, whole)
     data = tree.map_structure(lambda leaf: rows_between(leaf, low, high), batch)
     prints = tf.cond(
         tf.equal(number, 0),
@@ -347,14 +351,21 @@ def _own_batch(batch: Any) -> dict[str, Any]:
     return _item(data, rows)
 
 
-def _row_range(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+def _row_range(rows: tf.Tensor, whole: bool) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """First and last-plus-one row to take, and how many of them count."""
+    if whole:
+        return tf.zeros_like(rows), rows, rows
     low, high = bounds(rows, groups().replica, groups().replicas)
-    counted = high - low
-    spare = tf.equal(counted, 0)
+    return *spare_row_of(low, high, rows), high - low
+
+
+def spare_row_of(
+    low: tf.Tensor, high: tf.Tensor, rows: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """The bounds, or those of one row of the batch where there is none between them."""
+    spare = tf.equal(low, high)
     low = tf.where(spare, tf.maximum(tf.minimum(low, rows - 1), 0), low)
-    high = tf.where(spare, tf.minimum(low + 1, rows), high)
-    return low, high, counted
+    return low, tf.where(spare, tf.minimum(low + 1, rows), high)
 
 
 def number_of_rows(batch: Any) -> tf.Tensor:

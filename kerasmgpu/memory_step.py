@@ -26,6 +26,7 @@ from kerasmgpu.keras_compat import build_from_spec
 from kerasmgpu.layers.fused_batch_norm import fused_normalization
 from kerasmgpu.micro_batches import Pieces, PieceSize, update
 from kerasmgpu.step import StepFunction, average_moving_statistics, plain_batch
+from kerasmgpu.timing import timed, timed_by
 
 _EXHAUSTED = (tf.errors.ResourceExhaustedError, MemoryError)
 
@@ -77,6 +78,7 @@ class MemoryStepFunction(StepFunction):
         self._backward.get_concrete_function(data, meta, sums, flags[1], rows, totals)
 
     def _run_step(self, element: Any, stop: tf.Tensor, wanted: tf.Tensor) -> Any:
+        element = self._own_part(element)
         data, meta = plain_batch(element[DATA]), element[META]
         sums = control.exchange(meta, stop, f"kerasmgpu.control.{self._kind}")
         model = self.model
@@ -118,7 +120,10 @@ class MemoryStepFunction(StepFunction):
         """
         mine = [float(failure is not None), float(meta[control.META_ROWS])]
         name = f"kerasmgpu.memory.{self._kind}"
-        failed, most = reduce_tensor(tf.constant(mine, tf.float64), "max", name).numpy()
+        vector = tf.constant(mine, tf.float64)
+        with timed_by(self.timers):
+            agreed = timed("reduce", lambda: reduce_tensor(vector, "max", name))
+        failed, most = agreed.numpy()
         if not failed:
             return False
         everyone = all_gather_object(failure)

@@ -159,7 +159,7 @@ class RankedModel(_Base):
                 wv,
                 batch_size=validation_batch_size or batch_size,
                 steps=validation_steps,
-                sharding=session.sharding,
+                sharding=session.equal_sharding,
             )
         verbose = verbose if topology().is_rank_zero else 0
         steps = steps_per_epoch or data.num_batches
@@ -244,7 +244,7 @@ class RankedModel(_Base):
             sample_weight,
             batch_size=batch_size,
             steps=steps,
-            sharding=session.sharding,
+            sharding=session.equal_sharding,
         )
         verbose = verbose if topology().is_rank_zero else 0
         callback_list = _callback_list(
@@ -280,7 +280,7 @@ class RankedModel(_Base):
             x,
             batch_size=batch_size,
             steps=steps,
-            sharding=session.sharding,
+            sharding=session.equal_sharding,
             with_row_ids=True,
         )
         if not self.built:

@@ -224,7 +224,7 @@ class Resume:
                 "of ranks), or another backup_dir."
             )
         number = session.data.num_batches
-        if session.sharding == "batch" and number != position.num_batches:
+        if session.sharding != "none" and number != position.num_batches:
             if number is None or position.num_batches is None:
                 return
             raise InvalidArgumentError(

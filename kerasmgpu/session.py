@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from kerasmgpu import metrics, report, state, xla_step
+from kerasmgpu.balance import Balancer
 from kerasmgpu.calibration import seconds_alone
 from kerasmgpu.collectives import all_gather_object, reduce_tensor, topology
 from kerasmgpu.errors import CollectiveError, RankMismatchError
@@ -30,7 +31,7 @@ from kerasmgpu.optimizer import (
 )
 from kerasmgpu.resume import Resume
 from kerasmgpu.step import StepFunction
-from kerasmgpu.timing import StepTimers
+from kerasmgpu.timing import JointTimers, StepTimers
 
 _STOP_FLAGS = ("stop_training", "stop_evaluating")
 
@@ -68,6 +69,7 @@ class Session:
     ) -> None:
         self.model = model
         self.sharding = sharding
+        self.balancer: Balancer | None = None
         self.gradient_reduction = gradient_reduction
         self.gradient_compression = gradient_compression
         self.fuse_batch_norm = fuse_batch_norm
@@ -232,6 +234,16 @@ class Session:
         known = [number for number in rows if number is not None]
         self.global_batch_size = sum(known) if len(known) == len(rows) else None
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Must be called on every rank."""
+        if self.balancer is not None:
+            self.balancer.begin_epoch(epoch, self.global_batch_size)
+
+    @property
+    def equal_sharding(self) -> str:
+        """How data that trains nothing is divided: ranks' speeds do not count."""
+        return "batch" if self.sharding == "balanced" else self.sharding
+
     def log_names(self) -> set[str]:
         """Names in the logs of an epoch, or nothing where that is not known yet.
 
@@ -297,7 +309,7 @@ class Session:
         flag = "stop_training" if training else "stop_evaluating"
         options: dict[str, Any] = {
             "training": training,
-            "same_batches": self.sharding == "batch",
+            "same_batches": self.sharding != "none",
             "prepare": self.prepare_training if training else self.prepare_testing,
             "stop_requested": lambda: self.requested(flag),
             "starting": self._note_metric_starts,
@@ -313,7 +325,14 @@ class Session:
             )
         else:
             function = StepFunction(self.model, step, **options)
-        function.timers = self.timers if training else None
+        if training:
+            function.timers = self.timers
+            if self.sharding == "balanced":
+                self.balancer = self.balancer or Balancer()
+                function.balancer = self.balancer
+                function.timers = self.balancer.timers
+                if self.timers is not None:
+                    function.timers = JointTimers(self.timers, self.balancer.timers)
         return function
 
     def uses_xla(self, train_step: Any, data: Any = None) -> bool:

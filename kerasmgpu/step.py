@@ -8,6 +8,7 @@ averages the moving statistics that the step changed.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasmgpu import control
+from kerasmgpu.balance import Balancer
 from kerasmgpu.collectives import (
     all_gather_object,
     groups,
@@ -55,6 +57,7 @@ class StepFunction:
             the group's, the others none.
         total_rows: rows of the last global batch.
         timers: where to note what steps wait for; to be set before the first call.
+        balancer: cuts whole global batches by the ranks' speeds; likewise.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class StepFunction:
         self.share = 0.0
         self.total_rows = 0.0
         self.timers: StepTimers | None = None
+        self.balancer: Balancer | None = None
         self.steps_taken = 0
         self._trial_names: list[str] = []
         self._trials_left = 10
@@ -114,6 +118,7 @@ class StepFunction:
         self._traced_for = self._ended = None
 
     def __call__(self, iterator: Any) -> Any:
+        began = time.perf_counter()
         if iterator is self._ended:
             self._end_as_keras_does()
             raise StopIteration
@@ -121,13 +126,15 @@ class StepFunction:
         flags = self._zero_or_one[self.stop_requested()], self._no_or_yes[trying]
         if not isinstance(iterator, tf.data.Iterator):
             # train_on_batch and test_on_batch hand over one global batch.
-            data, meta = shard_batch(next(iter(iterator)))
+            whole = self.balancer is not None
+            data, meta = shard_batch(next(iter(iterator)), whole)
             function, first = self._one_step, {DATA: data, META: meta}
         elif self.by_hand:
             function, first = self._run_eagerly(iterator), self._next(iterator)
         else:
             function, first = self._many_steps_from(iterator, flags), iterator
-        if not self._prepared:
+        first_step = not self._prepared
+        if first_step:
             self._build(function, first, flags)
             self._prepare_once()
         self.starting()
@@ -135,6 +142,12 @@ class StepFunction:
             logs, sums, meta, trials = function(first, *flags)
             sums, meta = np.asarray(sums), np.asarray(meta)
         self.steps_taken += 1
+        if self.balancer is not None:
+            if first_step:  # it took time to trace
+                self.balancer.timers.take()
+            else:
+                seconds = time.perf_counter() - began
+                self.balancer.note_step(float(meta[control.META_ROWS]), seconds)
         if self.model.run_eagerly and self._variables_sent != len(self.model.variables):
             self._prepare_once()  # a step has made more of them
         agreed = control.read(sums, self.same_batches)
@@ -250,6 +263,7 @@ class StepFunction:
 
     def _run_step(self, element: Any, stop: tf.Tensor, wanted: tf.Tensor) -> Any:
         """Returns the logs, the summed control vector, this rank's, and the trials."""
+        element = self._own_part(element)
         meta = element[META]
         name = f"kerasmgpu.control.{self._kind}"
         sums = control.exchange(meta, stop, name)
@@ -259,6 +273,9 @@ class StepFunction:
         average_moving_statistics(self.model, changed, step)
         self._note_results(logs, watch)
         return logs, sums, meta, self._note_trials(watch)
+
+    def _own_part(self, element: dict[str, Any]) -> dict[str, Any]:
+        return element if self.balancer is None else self.balancer.own_part(element)
 
     @contextlib.contextmanager
     def _in_step(

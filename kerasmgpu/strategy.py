@@ -44,7 +44,9 @@ class HorovodStrategy:
         sharding: "batch" (default): all ranks see the same global batches, and of k
             rows rank r takes rows k·r/N to k·(r+1)/N. "none": each rank brings batches
             of its own, for `fit`, validation, `evaluate` and `predict`; rows may differ
-            by rank and over time, and `predict` returns this rank's rows.
+            by rank and over time, and `predict` returns this rank's rows. "balanced":
+            as "batch", but in training rows are divided by the ranks' speeds, which are
+            measured in every epoch.
         fuse_batch_norm: compute BatchNormalization in training and evaluation by
             TensorFlow's fused operation where it can: the same numbers, faster.
         micro_batch_size: at most so many rows of a rank at a time: a training step runs

@@ -40,6 +40,17 @@ class StepTimers:
         return taken
 
 
+class JointTimers(StepTimers):
+    """Several timers that are told the same, each for a reader of its own."""
+
+    def __init__(self, *timers: StepTimers) -> None:
+        self.timers = timers
+
+    def add(self, name: str, seconds: tf.Tensor) -> None:
+        for one in self.timers:
+            one.add(name, seconds)
+
+
 @contextlib.contextmanager
 def timed_by(timers: StepTimers | None) -> Iterator[None]:
     """While it lasts, `timed` adds to these timers."""
@@ -71,6 +82,13 @@ def timed(
     with tf.control_dependencies([start, *_tensors(result)]):
         end = tf.timestamp()
     timers.add(name, tf.maximum(end - start, 0.0))
+    if wait:
+        # What comes after must not begin before the clock was read: on one thread it
+        # would be done first, and be counted.
+        with tf.control_dependencies([end]):
+            result = tf.nest.map_structure(
+                lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, result
+            )
     return result
 
 

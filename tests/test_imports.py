@@ -48,8 +48,9 @@ ALLOWED: dict[str, set[str]] = {
     "state": CORE | {"optimizer"},
     "xla_step": CORE | {"control", "optimizer"},
     "micro_batches": CORE | STEP,
-    "memory_step": CORE | STEP | {"step", "micro_batches", "layers"},
-    "step": CORE | STEP | {"layers", "timing"},
+    "balance": CORE | {"control", "data", "timing"},
+    "memory_step": CORE | STEP | {"step", "micro_batches", "layers", "timing"},
+    "step": CORE | STEP | {"layers", "timing", "balance"},
     "data": CORE | {"control", "fit_data", "state"},
     "resume": CORE | STEP | {"step", "fit_data", "callback_list"},
     "callback_list": CORE | {"data"},
@@ -71,7 +72,7 @@ ALLOWED: dict[str, set[str]] = {
     "session": CORE
     | STEP
     | {"step", "fit_data", "resume", "timing", "calibration", "xla_step"}
-    | {"micro_batches", "memory_step"},
+    | {"micro_batches", "memory_step", "balance"},
     "strategy": CORE | STEP | {"micro_batches", "model", "session", "tensors"},
     "callbacks": BASE | {"collectives", "state", "files", "perf.model"},
     "layers": CORE | {"control", "devices"},
