@@ -24,6 +24,8 @@ from kerasmgpu.files import (
     remove_leftovers,
     write_on_rank_zero,
 )
+from kerasmgpu.shards import gathered, sharded_layers, sharded_variables
+from kerasmgpu.state import optimizers_of
 
 
 class RankZeroCheckpoint(keras.callbacks.ModelCheckpoint):
@@ -106,6 +108,12 @@ class RankZeroCheckpoint(keras.callbacks.ModelCheckpoint):
 
     def on_train_begin(self, logs: Any = None) -> None:
         super().on_train_begin(logs)
+        if self.background and sharded_layers(self.model):
+            raise InvalidArgumentError(
+                f"Rank {topology().rank} of {topology().size}: expected "
+                "background=False for a model with sharded layers, whose parts are "
+                "gathered while all ranks wait. Received: background=True."
+            )
         if self.save_best_only:
             check_monitor(self, self.model, session_of(self.model))
         on_rank_zero(f"write checkpoints as {self.filepath}", self._check_folder)
@@ -154,7 +162,9 @@ class RankZeroCheckpoint(keras.callbacks.ModelCheckpoint):
         if self.background:
             self._write_in_background(filepath)
         else:
-            on_rank_zero(f"write {filepath}", lambda: self._write(filepath))
+            parts = sharded_variables(self.model, optimizers_of(self.model))
+            with gathered(parts.values()):
+                on_rank_zero(f"write {filepath}", lambda: self._write(filepath))
         if self.verbose > 0:
             doing = "saving" if self.background else "finished saving"
             print(f"\nEpoch {epoch + 1}: {doing} model to {filepath}", flush=True)

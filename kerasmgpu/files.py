@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import pathlib
 import shutil
@@ -24,6 +25,7 @@ from kerasmgpu.collectives import broadcast_object, topology
 from kerasmgpu.errors import KerasMGPUError
 from kerasmgpu.keras_compat import prepare_thread_for_saving
 from kerasmgpu.optimizer import plain_class
+from kerasmgpu.shards import save_variables, slots_of
 from kerasmgpu.state import optimizers_of
 
 
@@ -68,6 +70,10 @@ def plain_copy(model: Any) -> Any:
 
 def _plain_optimizer(optimizer: Any) -> Any:
     result = _with_class(optimizer, plain_class(optimizer))
+    if slots_of(optimizer):
+        result.__dict__["save_own_variables"] = functools.partial(
+            save_variables, list(optimizer.variables)
+        )
     inner = result.__dict__.get("inner_optimizer")
     if inner is not None and "_kerasmgpu" in inner.__dict__:
         result.__dict__["inner_optimizer"] = _plain_optimizer(inner)

@@ -12,9 +12,13 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src import api_export
 from keras.src import tree as tree
 from keras.src.backend import get_keras_mask, set_keras_mask
 from keras.src.backend.common import global_state
+from keras.src.backend.common.symbolic_scope import (
+    in_symbolic_scope as in_symbolic_scope,
+)
 from keras.src.saving import object_registration, saving_lib
 from keras.src.trainers.compile_utils import CompileMetrics as CompileMetrics
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
@@ -154,6 +158,12 @@ def compiled_metrics(model: Any) -> Any:
     if compiled is None:
         return []
     return [compiled._user_metrics, compiled._user_weighted_metrics]
+
+
+def serialize_as(cls: type, plain: type) -> None:
+    """Makes objects of a class serialize as those of one of Keras's classes."""
+    names = api_export.REGISTERED_OBJS_TO_NAMES
+    names[cls] = names[plain]
 
 
 def adopt_registered_name(cls: type, original: type) -> None:

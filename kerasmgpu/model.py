@@ -20,9 +20,14 @@ import tensorflow as tf
 
 from kerasmgpu import metrics, report, state, xla_step
 from kerasmgpu.callback_list import RankCallbackList, flat
-from kerasmgpu.collectives import groups, reduce_tensor, topology
+from kerasmgpu.collectives import (
+    all_gather_object,
+    groups,
+    reduce_tensor,
+    topology,
+)
 from kerasmgpu.data import DATA, ROW_IDS, ShardedAdapter, spare_data
-from kerasmgpu.errors import InvalidArgumentError, InvalidTypeError
+from kerasmgpu.errors import CollectiveError, InvalidArgumentError, InvalidTypeError
 from kerasmgpu.files import write_on_rank_zero
 from kerasmgpu.fit_data import FitData
 from kerasmgpu.keras_compat import (
@@ -36,6 +41,12 @@ from kerasmgpu.micro_batches import check_can_split, train_in_pieces
 from kerasmgpu.optimizer import plain_class, unwrap_optimizer
 from kerasmgpu.predictions import gather_rows
 from kerasmgpu.session import AgreedFlag, Session, session_of, spanning
+from kerasmgpu.shards import (
+    gathered,
+    have_wholes,
+    sharded_layers,
+    sharded_variables,
+)
 from kerasmgpu.step import StepFunction
 
 if TYPE_CHECKING:
@@ -69,6 +80,7 @@ class RankedModel(_Base):
         session = spanning(self)
         if session is None:
             return super().make_train_function(force)
+        self._note_sharded_layers()
         if self.train_function is None or force:
             session.wrap_optimizers()
             self.train_function = session.make_step(self.train_step, training=True)
@@ -78,9 +90,20 @@ class RankedModel(_Base):
         session = spanning(self)
         if session is None:
             return super().make_test_function(force)
+        self._note_sharded_layers()
         if self.test_function is None or force:
             self.test_function = session.make_step(self.test_step, training=False)
         return self.test_function
+
+    def make_predict_function(self, force: bool = False) -> Any:
+        if spanning(self) is not None:
+            self._note_sharded_layers()
+        return super().make_predict_function(force)
+
+    def _note_sharded_layers(self) -> None:
+        session = session_of(self)
+        if session is not None and session.note_sharded_layers():
+            self.jit_compile = False  # XLA cannot hold a collective
 
     # Steps ----------------------------------------------------------------------------
 
@@ -379,12 +402,40 @@ class RankedModel(_Base):
     # Files ----------------------------------------------------------------------------
 
     def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        write_on_rank_zero(self, "save", filepath, *args, **kwargs)
+        with _wholes_on_rank_zero(self, "save"):
+            write_on_rank_zero(self, "save", filepath, *args, **kwargs)
 
     def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        write_on_rank_zero(self, "save_weights", filepath, *args, **kwargs)
+        with _wholes_on_rank_zero(self, "save_weights"):
+            write_on_rank_zero(self, "save_weights", filepath, *args, **kwargs)
+
+    def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        session = spanning(self)
+        if session is None or not sharded_layers(self):
+            super().load_weights(filepath, *args, **kwargs)
+            return
+        session.meet("load_weights")  # each rank cuts its part out of the file
+        failure: Exception | None = None
+        try:
+            super().load_weights(filepath, *args, **kwargs)
+        except Exception as error:
+            failure = error
+        everyone = all_gather_object(failure and f"{type(failure).__name__}: {failure}")
+        for rank, words in enumerate(everyone):
+            if words is not None:
+                raise InvalidArgumentError(
+                    f"Rank {topology().rank} of {topology().size}: rank {rank} could "
+                    f"not load the weights {filepath!r}: {words} A model with sharded "
+                    "layers is loaded by all ranks from a file that each can read."
+                ) from failure
 
     def export(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        if sharded_layers(self):
+            raise InvalidArgumentError(
+                f"Rank {topology().rank} of {topology().size}: expected a model "
+                "without sharded layers to export. Save it with model.save, load it "
+                "with keras.models.load_model in one process, and export that."
+            )
         with not_placed():  # a server may have other devices
             write_on_rank_zero(self, "export", filepath, *args, **kwargs)
 
@@ -394,6 +445,26 @@ def _fusing(model: Any) -> Any:
     if session is None or not session.fuse_batch_norm:
         return contextlib.nullcontext()
     return fused_normalization(model)
+
+
+@contextlib.contextmanager
+def _wholes_on_rank_zero(model: Any, method: str) -> Iterator[None]:
+    """Gathers what ranks hold in parts; then it must be called on every rank."""
+    session = session_of(model)
+    parts = sharded_variables(model, state.optimizers_of(model))
+    if session is None or not parts or have_wholes():
+        yield
+        return
+    if session.fitting:
+        raise CollectiveError(
+            f"Rank {topology().rank} of {topology().size}: expected "
+            "kerasmgpu.callbacks.RankZeroCheckpoint to save a model with sharded "
+            f"layers during fit. Received: a call of {method}() in a callback, which "
+            "other ranks may not make."
+        )
+    session.meet(method)
+    with gathered(parts.values()):
+        yield
 
 
 def _global_numbers(
@@ -509,6 +580,7 @@ def wrap_model(model: Any, **options: Any) -> Any:
     for name in ("train_function", "test_function", "predict_function"):
         setattr(model, name, None)
     session.wrap_optimizers()
+    session.note_sharded_layers()
     return model
 
 
@@ -517,6 +589,8 @@ def unwrap_model(model: Any) -> Any:
     if session_of(model) is None:
         return model
     model._put_metrics_back()
+    for layer in sharded_layers(model):
+        object.__setattr__(layer, "wrapped", False)
     for optimizer in state.optimizers_of(model):
         unwrap_optimizer(optimizer)
     original = plain_class(model)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from kerasmgpu.collectives import (
@@ -28,6 +29,7 @@ from kerasmgpu.collectives import (
 from kerasmgpu.control import current_step
 from kerasmgpu.errors import InvalidArgumentError
 from kerasmgpu.fused_updates import fused_update
+from kerasmgpu.shards import axis_of, part_of, slots_of
 from kerasmgpu.timing import timed
 
 if TYPE_CHECKING:
@@ -40,6 +42,12 @@ _weighed: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "kerasmgpu_weighed", default=False
 )
 
+
+#: In an update: whether each gradient belongs to a part of a weight.
+_parts: contextvars.ContextVar[list[bool]] = contextvars.ContextVar(
+    "kerasmgpu_parts",
+    default=[],  # noqa: B039
+)
 
 #: Set where updates are to be compiled by XLA.
 _compiled: contextvars.ContextVar[bool] = contextvars.ContextVar(
@@ -81,11 +89,15 @@ class Reducer:
         self.compression = compression
         self.name = f"kerasmgpu.gradients.{name}"
 
-    def weigh(self, gradients: Sequence[Any]) -> list[Any]:
+    def weigh(self, gradients: Sequence[Any], parts: Sequence[bool]) -> list[Any]:
         """Multiplies each gradient by what this rank counts in the step.
 
         That is `rows / total_rows` inside a wrapped model's step and `1 / size`
         elsewhere. A rank without rows gives exact zeros, whatever it computed.
+
+        Args:
+            gradients: as in `reduce`.
+            parts: whether each belongs to a part of a weight.
         """
         if self.reduction != "mean":
             return list(gradients)
@@ -97,35 +109,40 @@ class Reducer:
         m = groups().model_parallel_size
         among_all = weight / m if m > 1 else weight
 
-        def weigh(gradient: Any) -> Any:
+        def weigh(gradient: Any, part: bool) -> Any:
             # The ranks of a group hold the same gradients of what they hold alike:
             # dense ones are shared out, of sparse ones the first rank sends all.
-            sparse = isinstance(gradient, tf.IndexedSlices)
-            return _scaled(gradient, weight if sparse else among_all)
+            fully = part or isinstance(gradient, tf.IndexedSlices)
+            return _scaled(gradient, weight if fully else among_all)
 
-        return [weigh(gradient) for gradient in gradients]
+        return [weigh(*both) for both in zip(gradients, parts, strict=True)]
 
-    def reduce(self, gradients: Sequence[Any]) -> list[Any]:
+    def reduce(self, gradients: Sequence[Any], parts: Sequence[bool]) -> list[Any]:
         """Adds up weighed gradients over ranks, each as soon as it is there.
 
         Args:
             gradients: tensors, `tf.IndexedSlices` or None (left as it is). The same
                 kinds and shapes on every rank.
+            parts: whether each belongs to a part of a weight: it is added up over the
+                ranks that hold the same part.
         """
         step = current_step()
         return [
-            self._reduce_one(gradient, step, f"{self.name}.{position}")
-            for position, gradient in enumerate(gradients)
+            self._reduce_one(gradient, step, f"{self.name}.{position}", part)
+            for position, (gradient, part) in enumerate(
+                zip(gradients, parts, strict=True)
+            )
         ]
 
-    def _reduce_one(self, gradient: Any, step: Any, name: str) -> Any:
+    def _reduce_one(self, gradient: Any, step: Any, name: str, part: bool) -> Any:
         if gradient is None:
             return None
+        among = "position" if part else "all"
         if isinstance(gradient, tf.IndexedSlices):
             if self.reduction == "adasum":
                 gradient = tf.convert_to_tensor(gradient)
             else:
-                return _gather_slices(gradient, step, name)
+                return _gather_slices(gradient, step, name, among)
         tensor = tf.convert_to_tensor(gradient)
         op = "adasum" if self.reduction == "adasum" else "sum"
         if self.compression == "bf16" and tensor.dtype == tf.float32:
@@ -136,9 +153,9 @@ class Reducer:
             )
         if tensor.dtype == tf.bfloat16:
             return tf.cast(
-                reduce_tensor(tf.cast(tensor, "float32"), op, name), "bfloat16"
+                reduce_tensor(tf.cast(tensor, "float32"), op, name, among), "bfloat16"
             )
-        return reduce_tensor(tensor, op, name)
+        return reduce_tensor(tensor, op, name, among)
 
 
 def _scaled(gradient: Any, weight: tf.Tensor) -> Any:
@@ -157,7 +174,7 @@ def _scaled(gradient: Any, weight: tf.Tensor) -> Any:
     return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
 
 
-def _gather_slices(gradient: tf.IndexedSlices, step: Any, name: str) -> Any:
+def _gather_slices(gradient: tf.IndexedSlices, step: Any, name: str, among: str) -> Any:
     """The ranks' slices one after the other: the slices that one process would have.
 
     Kept sparse, because clipping by norm looks at the slices. A spare row's slices are
@@ -167,11 +184,11 @@ def _gather_slices(gradient: tf.IndexedSlices, step: Any, name: str) -> Any:
     if step is not None:
         count = tf.where(step.rows > 0, tf.shape(indices)[0], 0)
         values, indices = values[:count], indices[:count]
-    if not groups().speaks:
+    if among == "all" and not groups().speaks:
         values, indices = values[:0], indices[:0]
     return tf.IndexedSlices(
-        gather_tensor(values, f"{name}.values"),
-        gather_tensor(indices, f"{name}.indices"),
+        gather_tensor(values, f"{name}.values", among=among),
+        gather_tensor(indices, f"{name}.indices", among=among),
         gradient.dense_shape,
     )
 
@@ -210,10 +227,11 @@ class RankedOptimizer(_Base):
             return super().apply(grads, trainable_variables)
         if not _weighed.get():
             own = grads
+            parts = _which_are_parts(self, trainable_variables, len(own))
 
             def exchange() -> list[Any]:
-                weighed = reducer.weigh(own)
-                return weighed if _accumulates(self) else reducer.reduce(weighed)
+                weighed = reducer.weigh(own, parts)
+                return weighed if _accumulates(self) else reducer.reduce(weighed, parts)
 
             grads = timed("reduce", exchange, ready=list(own))
         outermost = not _weighed.get()
@@ -233,6 +251,15 @@ class RankedOptimizer(_Base):
             _weighed.reset(token)
 
     @tf.autograph.experimental.do_not_convert
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
+        grads, variables = list(grads), list(trainable_variables)
+        token = _parts.set(_which_are_parts(self, variables, len(grads)))
+        try:
+            super()._backend_apply_gradients(grads, variables)
+        finally:
+            _parts.reset(token)
+
+    @tf.autograph.experimental.do_not_convert
     def _clip_gradients(self, grads: Any) -> Any:
         reducer = self.__dict__.get("_kerasmgpu")
         if (
@@ -241,7 +268,17 @@ class RankedOptimizer(_Base):
             and self.gradient_accumulation_steps
         ):
             own = grads
-            grads = timed("reduce", lambda: reducer.reduce(own), ready=list(own))
+            grads = timed(
+                "reduce",
+                lambda: reducer.reduce(own, [False] * len(own)),
+                ready=list(own),
+            )
+        parts = _parts.get()
+        if reducer is not None and any(parts):
+            norm = self.clipnorm or self.global_clipnorm
+            if norm and norm > 0:
+                name = f"{reducer.name}.norms"
+                return clip_by_norm(grads, parts, norm, not self.clipnorm, name)
         return super()._clip_gradients(grads)
 
     def add_variable_from_reference(self, *args: Any, **kwargs: Any) -> Any:
@@ -257,15 +294,85 @@ class RankedOptimizer(_Base):
         ):
             super().update_step(gradient, variable, learning_rate)
 
+    def load_own_variables(self, store: Any) -> None:
+        """Keras's, of a file that has wholes where this rank holds parts."""
+        variables = self.variables
+        if slots_of(self) and len(store.keys()) == len(variables):
+            cut = {}
+            for position, variable in enumerate(variables):
+                value, axis = store[str(position)], axis_of(variable)
+                cut[str(position)] = (
+                    value if axis is None else part_of(np.asarray(value), axis)
+                )
+            store = cut
+        super().load_own_variables(store)
+
     @tf.autograph.experimental.do_not_convert
     def check_finite(self, grads: Any) -> Any:
         """Of a LossScaleOptimizer: whether to update, the same on all ranks."""
         finite = super().check_finite(grads)
         reducer = self.__dict__.get("_kerasmgpu")
-        if reducer is None or topology().size == 1 or not _accumulates(self):
+        if reducer is None or topology().size == 1:
             return finite
+        if not (_accumulates(self) or slots_of(self)):
+            return finite  # of gradients that are the same on all ranks
         name = f"{reducer.name}.finite"
         return reduce_tensor(tf.cast(finite, tf.uint8), "min", name) > 0
+
+
+def _which_are_parts(optimizer: Any, variables: Any, count: int) -> list[bool]:
+    """Whether each gradient belongs to a part of a weight."""
+    if groups().model_parallel_size == 1:
+        return [False] * count
+    if variables is None:
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        variables = inner._trainable_variables
+    return [axis_of(variable) is not None for variable in variables]
+
+
+def clip_by_norm(
+    gradients: Sequence[Any],
+    parts: Sequence[bool],
+    limit: float,
+    whole: bool,
+    name: str,
+) -> list[Any]:
+    """Clips as Keras does, by the norms of whole gradients of which some are parts.
+
+    Args:
+        gradients: reduced; tensors or `tf.IndexedSlices`.
+        parts: whether each belongs to a part of a weight.
+        limit: the largest norm.
+        whole: by one norm of all gradients (`global_clipnorm`) or by that of each.
+        name: of the collective.
+    """
+    values = [
+        g.values if isinstance(g, tf.IndexedSlices) else tf.convert_to_tensor(g)
+        for g in gradients
+    ]
+    squares = [tf.reduce_sum(tf.square(tf.cast(v, tf.float32))) for v in values]
+    own = tf.stack([s for s, part in zip(squares, parts, strict=True) if part])
+    # Gathered and then added up in one order: the same bits on all ranks.
+    sums = iter(
+        tf.unstack(
+            tf.reduce_sum(gather_tensor(own[tf.newaxis], name, among="group"), 0),
+            num=sum(parts),
+        )
+    )
+    squares = [next(sums) if p else s for s, p in zip(squares, parts, strict=True)]
+    if whole:
+        norm = tf.sqrt(tf.add_n(squares))
+        scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
+        scales = [scale] * len(values)
+    else:
+        scales = [limit / tf.maximum(tf.sqrt(s), limit) for s in squares]
+    clipped = []
+    for gradient, value, scale in zip(gradients, values, scales, strict=True):
+        scaled = value * tf.cast(scale, value.dtype)
+        if isinstance(gradient, tf.IndexedSlices):
+            scaled = tf.IndexedSlices(scaled, gradient.indices, gradient.dense_shape)
+        clipped.append(scaled)
+    return clipped
 
 
 def _accumulates(optimizer: Any) -> bool:
@@ -274,8 +381,23 @@ def _accumulates(optimizer: Any) -> bool:
     return bool(inner.gradient_accumulation_steps)
 
 
-def check_optimizers_of_groups(optimizers: Sequence[Any]) -> None:
-    """Refuses what optimizers cannot do with groups of ranks."""
+_K = keras.optimizers
+_ELEMENTWISE = {
+    kind.update_step
+    for kind in (
+        *(_K.SGD, _K.RMSprop, _K.Adam, _K.AdamW, _K.Adadelta, _K.Adagrad, _K.Adamax),
+        *(_K.Nadam, _K.Ftrl, _K.Lion),
+    )
+}
+
+
+def check_optimizers_of_groups(optimizers: Sequence[Any], sharded: bool) -> None:
+    """Refuses what optimizers cannot do with groups of ranks.
+
+    Args:
+        optimizers: of a model.
+        sharded: whether the model has sharded layers.
+    """
     place = groups()
     if place.model_parallel_size == 1:
         return
@@ -287,6 +409,16 @@ def check_optimizers_of_groups(optimizers: Sequence[Any]) -> None:
                 f"(model_parallel_size={place.model_parallel_size}). Received: "
                 f"{optimizer.name!r} with gradient_accumulation_steps. Use a larger "
                 "batch_size."
+            )
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        plain: Any = plain_class(inner)
+        if sharded and plain.update_step not in _ELEMENTWISE:
+            raise InvalidArgumentError(
+                f"Rank {place.rank} of {place.size}: expected an optimizer that "
+                "updates element by element with sharded layers (SGD, RMSprop, Adam, "
+                "AdamW, Adadelta, Adagrad, Adamax, Nadam, Ftrl, Lion). Received: "
+                f"{plain.__name__}, which looks at whole weights or is "
+                "not known."
             )
 
 

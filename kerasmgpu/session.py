@@ -19,9 +19,13 @@ from kerasmgpu import metrics, report, state, xla_step
 from kerasmgpu.balance import Balancer
 from kerasmgpu.calibration import seconds_alone
 from kerasmgpu.collectives import all_gather_object, reduce_tensor, topology
-from kerasmgpu.errors import CollectiveError, RankMismatchError
+from kerasmgpu.errors import (
+    CollectiveError,
+    InvalidArgumentError,
+    RankMismatchError,
+)
 from kerasmgpu.fit_data import FitData
-from kerasmgpu.keras_compat import build_from_spec
+from kerasmgpu.keras_compat import build_from_spec, tree
 from kerasmgpu.memory_step import MemoryStepFunction
 from kerasmgpu.micro_batches import AUTO, PieceSize
 from kerasmgpu.optimizer import (
@@ -30,6 +34,7 @@ from kerasmgpu.optimizer import (
     wrap_optimizer,
 )
 from kerasmgpu.resume import Resume
+from kerasmgpu.shards import sharded_layers
 from kerasmgpu.step import StepFunction
 from kerasmgpu.timing import JointTimers, StepTimers
 
@@ -204,6 +209,22 @@ class Session:
             )
         return optimizers
 
+    def note_sharded_layers(self) -> list[Any]:
+        """Lets the model's sharded layers compute; returns them."""
+        layers = sharded_layers(self.model)
+        for layer in layers:
+            object.__setattr__(layer, "wrapped", True)
+        outputs = getattr(self.model, "outputs", None) or [] if layers else []
+        for output in tree.flatten(outputs):
+            made_by = output._keras_history.operation
+            if not getattr(made_by, "output_is_whole", True):
+                raise InvalidArgumentError(
+                    f"Rank {topology().rank} of {topology().size}: expected a model "
+                    f"whose outputs are whole. Received: the output of "
+                    f"{made_by.name!r}, which has gather_output=False."
+                )
+        return layers
+
     def send_state(self) -> None:
         """Compares the ranks' models and sends rank 0's state to all."""
         optimizers = state.optimizers_of(self.model)
@@ -213,7 +234,8 @@ class Session:
 
     def prepare_training(self) -> None:
         optimizers = state.optimizers_of(self.model)
-        check_optimizers_of_groups(optimizers)
+        sharded = bool(self.note_sharded_layers())
+        check_optimizers_of_groups(optimizers, sharded)
         self.send_state()
         state.gather_accumulators(optimizers, add_up=self.accumulated_apart)
         self.accumulated_apart = True
@@ -264,11 +286,20 @@ class Session:
 
     def begin_resume(self) -> Resume:
         """Must be called on every rank, before the data of a `fit` is made."""
+        if sharded_layers(self.model):
+            raise InvalidArgumentError(
+                f"Rank {topology().rank} of {topology().size}: BackupAndRestore "
+                "cannot restore a model with sharded layers. Use "
+                "kerasmgpu.callbacks.RankZeroCheckpoint(..., save_weights_only=True), "
+                "and load_weights and initial_epoch to go on."
+            )
         self.resume = Resume(self, self.first_epoch)
         return self.resume
 
     def seconds_alone(self, steps: int) -> list[float] | None:
-        """As `calibration.seconds_alone`."""
+        """As `calibration.seconds_alone`; None where one rank has only parts."""
+        if sharded_layers(self.model):
+            return None
         return seconds_alone(self, steps)
 
     def start_timers(self) -> StepTimers | None:
@@ -345,6 +376,8 @@ class Session:
             data: the batch.
         """
         if not self.model.jit_compile or self.model.run_eagerly:
+            return False
+        if sharded_layers(self.model):
             return False
         if self._xla is None:
             why: str | None = "the model has a train_step of its own"

@@ -26,6 +26,7 @@ from kerasmgpu.collectives import (
 )
 from kerasmgpu.errors import RankMismatchError
 from kerasmgpu.optimizer import accumulators
+from kerasmgpu.shards import sharded_variables
 
 #: Variables are broadcast in pieces of about this many bytes.
 _PIECE_BYTES = 16 << 20
@@ -195,17 +196,23 @@ def broadcast_state(model: Any, optimizers: Iterable[Any]) -> None:
     Must be called on every rank, with models of the same structure. Gradients that are
     being accumulated stay where they are: each rank holds its part.
     """
+    optimizers = list(optimizers)
     broadcast_variables([*shared_variables(model, optimizers), *seed_states(model)])
+    parts = sharded_variables(model, optimizers)
+    if parts and groups().replicas > 1:
+        broadcast_variables(list(parts.values()), "position")
 
 
 def shared_variables(model: Any, optimizers: Iterable[Any]) -> list[Any]:
     """What all ranks hold alike after every step: weights and optimizer state.
 
-    Left out are metrics, random states, and gradients that are being accumulated.
+    Left out are metrics, random states, gradients that are being accumulated, and what
+    is held in parts.
     """
     optimizers = list(optimizers)
     variables: dict[int, Any] = {}
     left_out = {id(v) for v in (*model.metrics_variables, *seed_states(model))}
+    left_out |= sharded_variables(model, optimizers).keys()
     for optimizer in optimizers:
         left_out |= {id(v) for v in accumulators(optimizer)}
     for owner in (model, *optimizers):
@@ -237,8 +244,11 @@ def gather_accumulators(optimizers: Iterable[Any], add_up: bool) -> None:
             variable.assign(total)
 
 
-def broadcast_variables(variables: list[Any]) -> None:
-    """Rank 0's values, in a few large messages, one type after the other."""
+def broadcast_variables(variables: list[Any], among: str = "all") -> None:
+    """Rank 0's values, in a few large messages, one type after the other.
+
+    Among the ranks of each "position", the first group's.
+    """
     by_type: dict[str, list[Any]] = {}
     for variable in variables:
         by_type.setdefault(tf.as_dtype(variable.dtype).name, []).append(variable)
@@ -246,7 +256,7 @@ def broadcast_variables(variables: list[Any]) -> None:
         if dtype == "string":
             continue
         for piece in _pieces(group, tf.as_dtype(dtype).size):
-            _broadcast_piece(piece, tf.as_dtype(dtype))
+            _broadcast_piece(piece, tf.as_dtype(dtype), among)
 
 
 def _pieces(group: list[Any], item_bytes: int) -> Iterable[list[Any]]:
@@ -262,7 +272,7 @@ def _pieces(group: list[Any], item_bytes: int) -> Iterable[list[Any]]:
         yield piece
 
 
-def _broadcast_piece(variables: list[Any], dtype: tf.DType) -> None:
+def _broadcast_piece(variables: list[Any], dtype: tf.DType, among: str) -> None:
     flat = [tf.reshape(tf.convert_to_tensor(v.value), [-1]) for v in variables]
     joined = tf.concat(flat, 0)
     # As bytes, so that every type travels.
@@ -270,8 +280,9 @@ def _broadcast_piece(variables: list[Any], dtype: tf.DType) -> None:
         data = tf.cast(joined, tf.uint8)
     else:
         data = tf.reshape(tf.bitcast(joined, tf.uint8), [-1])
-    data = broadcast_tensor(data, 0, "kerasmgpu.state")
-    if topology().is_rank_zero:
+    root = 0 if among == "all" else groups().position
+    data = broadcast_tensor(data, root, f"kerasmgpu.state.{among}", among)
+    if topology().rank == root:
         return
     if dtype == tf.bool or dtype.size == 1:
         joined = tf.cast(data, dtype) if dtype == tf.bool else tf.bitcast(data, dtype)

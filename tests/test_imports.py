@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "topology": {"errors"},
     "groups": {"errors"},
+    "shards": CORE,
     "transport": set(),
     "roll_call": BASE,
     "report": BASE | {"roll_call"},
@@ -44,8 +45,8 @@ ALLOWED: dict[str, set[str]] = {
     # `control` knows the step that the others take part in.
     **dict.fromkeys(STEP - {"control"}, CORE | {"control"}),
     "devices": CORE | {"transport"},
-    "optimizer": CORE | {"control", "timing", "fused_updates"},
-    "state": CORE | {"optimizer"},
+    "optimizer": CORE | {"control", "timing", "fused_updates", "shards"},
+    "state": CORE | {"optimizer", "shards"},
     "xla_step": CORE | {"control", "optimizer"},
     "micro_batches": CORE | STEP,
     "balance": CORE | {"control", "data", "timing"},
@@ -53,8 +54,8 @@ ALLOWED: dict[str, set[str]] = {
     "step": CORE | STEP | {"layers", "timing", "balance"},
     "data": CORE | {"control", "fit_data", "state"},
     "resume": CORE | STEP | {"step", "fit_data", "callback_list"},
-    "callback_list": CORE | {"data"},
-    "files": CORE | {"optimizer", "state"},
+    "callback_list": CORE | {"data", "shards"},
+    "files": CORE | {"optimizer", "state", "shards"},
     "predictions": CORE,
     "model": CORE
     | STEP
@@ -64,6 +65,7 @@ ALLOWED: dict[str, set[str]] = {
         "callback_list",
         "files",
         "predictions",
+        "shards",
         "fit_data",
         "session",
         "layers",
@@ -71,11 +73,11 @@ ALLOWED: dict[str, set[str]] = {
     },
     "session": CORE
     | STEP
-    | {"step", "fit_data", "resume", "timing", "calibration", "xla_step"}
+    | {"step", "fit_data", "resume", "timing", "calibration", "xla_step", "shards"}
     | {"micro_batches", "memory_step", "balance"},
     "strategy": CORE | STEP | {"micro_batches", "model", "session", "tensors"},
-    "callbacks": BASE | {"collectives", "state", "files", "perf.model"},
-    "layers": CORE | {"control", "devices"},
+    "callbacks": BASE | {"collectives", "state", "files", "shards", "perf.model"},
+    "layers": CORE | {"control", "devices", "shards"},
     "launch": BASE | {"report", "transport"},
     "diagnostics": BASE | {"launch", "horovod_environment"},
     "perf": BASE | {"launch", "public"},
