@@ -417,6 +417,33 @@ def exchange_pieces(tensor: tf.Tensor, name: str | None = None) -> tf.Tensor:
     return _call(_horovod_exchange, tensor, name, "all_to_all")
 
 
+def _horovod_sum_at_root(tensor: tf.Tensor, name: str) -> tf.Tensor:
+    hvd, size = _horovod(), topology().size
+    flat = tf.reshape(tensor, [-1])
+    length = tf.size(flat)
+    to_root = tf.stack([length] + [0] * (size - 1))
+    received, _ = hvd.alltoall(flat, splits=to_root, name=f"{name}.to_root")
+    if topology().rank == 0:
+        total = tf.reduce_sum(tf.reshape(received, [size, -1]), axis=0)
+        answer, splits = tf.tile(total, [size]), tf.fill([size], length)
+    else:
+        answer, splits = received, tf.zeros([size], tf.int32)
+    result, _ = hvd.alltoall(answer, splits=splits, name=f"{name}.from_root")
+    return tf.reshape(result, tf.shape(tensor))
+
+
+def sum_at_root(tensor: tf.Tensor, name: str | None = None) -> tf.Tensor:
+    """A sum that all ranks send to rank 0, which sends the result to each of them.
+
+    What a parameter server does; for comparison only. All bytes pass rank 0's link.
+    """
+    if topology().size == 1:
+        return tensor
+    result = _call(_horovod_sum_at_root, tensor, name, "sum_at_root")
+    result.set_shape(tensor.shape)
+    return result
+
+
 # Objects ------------------------------------------------------------------------------
 
 

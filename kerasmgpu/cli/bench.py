@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kerasmgpu.cli import _bench_emulated as bench_emulated
 from kerasmgpu.errors import InvalidArgumentError
 
 HELP = "measure how fast ranks train on this machine"
@@ -60,11 +61,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="instead: all-reduces by size, with Horovod's own settings and ours",
     )
+    bench_emulated.add_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     """Measures, round by round; prints tables."""
     _check(args)
+    if args.emulate_step_seconds is not None or args.all_reduce is not None:
+        return bench_emulated.main(args)
+    bench_emulated.check_not_used(args)
     if args.collectives:
         return _measure_collectives(args)
     if args.tune is not None:

@@ -10,9 +10,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kerasmgpu.errors import LaunchError
+
+if TYPE_CHECKING:
+    from kerasmgpu.perf.network import VirtualHosts
 
 #: For TensorFlow to start, and for a rank to notice that another has failed.
 START_TIMEOUT_SECONDS = 240.0
@@ -25,15 +28,23 @@ class Blocks:
         model: the name of a workload.
         seconds: time to measure in each block.
         warmup_steps: steps before that.
+        hosts: where ranks run, one on each; on this machine where None.
 
     Raises:
         LaunchError: (each method) a measured process failed; with its last lines.
     """
 
-    def __init__(self, model: str, seconds: float, warmup_steps: int = 30) -> None:
+    def __init__(
+        self,
+        model: str,
+        seconds: float,
+        warmup_steps: int = 30,
+        hosts: VirtualHosts | None = None,
+    ) -> None:
         self.model = model
         self.seconds = seconds
         self.warmup_steps = warmup_steps
+        self.hosts = hosts
         self.cores = sorted(os.sched_getaffinity(0))
 
     def independent(
@@ -101,6 +112,27 @@ class Blocks:
             program += ["--folder", folder, "--sizes", ",".join(map(str, sizes))]
             return self._job(count, program, folder, environ)
 
+    def emulated(
+        self, count: int, step_seconds: float, exchange: str
+    ) -> list[dict[str, Any]]:
+        """Ranks of one job whose computing is emulated by waits.
+
+        Args:
+            count: ranks.
+            step_seconds: of all waits of a step.
+            exchange: "ring" or "server".
+
+        Returns:
+            What each rank measured.
+        """
+        with tempfile.TemporaryDirectory(prefix="kerasmgpu-bench-") as folder:
+            program = [sys.executable, "-m", "kerasmgpu.perf.emulate"]
+            program += ["--model", self.model, "--folder", folder]
+            program += ["--step-seconds", str(step_seconds), "--exchange", exchange]
+            program += ["--seconds", str(self.seconds)]
+            program += ["--warmup-steps", str(self.warmup_steps)]
+            return self._job(count, program, folder, None)
+
     def traced(self, count: int) -> tuple[list[dict[str, Any]], str]:
         """A few steps on the ranks of one job, under TensorFlow's profiler.
 
@@ -126,7 +158,14 @@ class Blocks:
         environ: Mapping[str, str] | None,
         gloo: bool = False,
     ) -> list[dict[str, Any]]:
-        launcher = [sys.executable, "-m", "kerasmgpu", "run", "-np", str(count)]
+        launcher = [sys.executable, "-m", "kerasmgpu", "run"]
+        if self.hosts is None or count == 1:
+            launcher += ["-np", str(count)]
+        else:
+            names = self.hosts.names[:count]
+            launcher += ["-H", ",".join(f"{name}:1" for name in names)]
+            launcher += ["--network-interface", "eth0", *self.hosts.ssh_options]
+            launcher = self.hosts.on_host(names[0], launcher)
         if gloo:
             launcher.append("--gloo")
         for name, value in (environ or {}).items():

@@ -14,9 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, os.path.dirname(__file__))
-
-from virtual_hosts import NAMES, VirtualHosts, why_not
+from kerasmgpu.perf.network import NAMES, VirtualHosts, why_not
 
 ROOT = Path(__file__).parents[2]
 TRAIN = str(Path(__file__).with_name("train.py"))

@@ -2,6 +2,7 @@
 
 Each host has a name, an address on a common bridge, host name and sshd (own keys, own
 port, own configuration in a temporary folder). Root's own ssh set-up is not touched.
+A host's link may be made as slow as a real one, in each direction (`tc tbf`).
 """
 
 from __future__ import annotations
@@ -12,11 +13,18 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from kerasmgpu.errors import InvalidArgumentError, LaunchError
 
 SSHD = "/usr/sbin/sshd"
 SSH_PORT = 2222
 NAMES = ("hosta", "hostb", "hostc")
+#: What a link lets through at once; a packet as the kernel hands it on has 64 KB.
+_BURST_BYTES = 128 << 10
+#: Of a link's queue: long enough that nothing is dropped.
+_QUEUE_BYTES = 32 << 20
 _RUN_AS_HOST = 'hostname "$1" && shift && exec "$@"'
 
 
@@ -24,7 +32,7 @@ def why_not() -> str | None:
     """Why this machine cannot make hosts, or None where it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    for program in ("ip", "unshare", "ssh", "ssh-keygen", SSHD):
+    for program in ("ip", "tc", "unshare", "ssh", "ssh-keygen", SSHD):
         if shutil.which(program) is None:
             return f"{program} is missing (apt-get install iproute2 openssh-server)"
     made = subprocess.run(
@@ -36,19 +44,46 @@ def why_not() -> str | None:
     return None
 
 
-class VirtualHosts:
-    """A context manager: three hosts while it is open, nothing afterwards."""
+def check_can_make_hosts() -> None:
+    """Raises an `InvalidArgumentError` where `why_not` has a reason."""
+    reason = why_not()
+    if reason is not None:
+        raise InvalidArgumentError(
+            "Expected a machine that can make hosts of its own for --bandwidth. "
+            f"Received: one where {reason}. Run it as root, or leave --bandwidth out."
+        )
 
-    def __init__(self, folder: Path, python_bin: Path) -> None:
+
+class VirtualHosts:
+    """A context manager: hosts while it is open, nothing afterwards.
+
+    Args:
+        folder: that does not exist yet, for keys and configurations.
+        python_bin: the folder of the hosts' `python`.
+        names: of the hosts.
+        bandwidth: of each host's link, bytes/s in each direction; None for no limit.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        python_bin: Path,
+        names: Sequence[str] = NAMES,
+        bandwidth: float | None = None,
+    ) -> None:
         self._folder = folder
+        self.names = tuple(names)
+        self._bandwidth = bandwidth
         self._path = f"{folder / 'bin'}:{python_bin}:{os.environ['PATH']}"
         tag = f"kmg{os.getpid() % 10000}"
         self._bridge = f"{tag}br"
-        self._namespaces = {name: f"{tag}-{name}" for name in NAMES}
-        self._links = {name: f"{tag}{name[-1]}" for name in NAMES}
+        self._namespaces = {name: f"{tag}-{name}" for name in self.names}
+        self._links = {
+            name: f"{tag}v{number}" for number, name in enumerate(self.names)
+        }
         self._addresses = {
             name: f"10.{77 + os.getpid() % 100}.9.{number}"
-            for number, name in enumerate(NAMES, start=1)
+            for number, name in enumerate(self.names, start=1)
         }
         self._sshds: list[subprocess.Popen[bytes]] = []
         self._made_run_sshd = False
@@ -58,7 +93,7 @@ class VirtualHosts:
             self._write_keys()
             _ip("link", "add", self._bridge, "type", "bridge")
             _ip("link", "set", self._bridge, "up")
-            for name in NAMES:
+            for name in self.names:
                 self._make_host(name)
             self._wait_for_sshd()
         except BaseException:
@@ -84,17 +119,21 @@ class VirtualHosts:
             with contextlib.suppress(OSError):
                 os.rmdir("/run/sshd")
 
+    def on_host(self, host: str, command: Sequence[str]) -> list[str]:
+        """The command that runs a command on a host, with its ssh and python."""
+        return [*self._as_host(host), "env", f"PATH={self._path}", *command]
+
     def popen(
-        self, command: list[str], *, host: str = "hosta", **kwargs: object
+        self, command: list[str], *, host: str | None = None, **kwargs: object
     ) -> subprocess.Popen[str]:
-        """Starts a command on a host."""
+        """Starts a command on a host, the first where none is named."""
         environ = {
             **os.environ,
             "PATH": self._path,
             **kwargs.pop("env", {}),  # type: ignore[dict-item]
         }
         return subprocess.Popen(
-            [*self._as_host(host), *command],
+            [*self._as_host(host or self.names[0]), *command],
             env=environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -144,7 +183,7 @@ class VirtualHosts:
         shutil.copy(folder / "user_key.pub", folder / "authorized_keys")
         host_key = (folder / "host_key.pub").read_text()
         (folder / "known_hosts").write_text(
-            "".join(f"[{name}]:{SSH_PORT} {host_key}" for name in NAMES)
+            "".join(f"[{name}]:{SSH_PORT} {host_key}" for name in self.names)
         )
         (folder / "ssh_config").write_text(
             f"UserKnownHostsFile {folder / 'known_hosts'}\n"
@@ -184,6 +223,11 @@ class VirtualHosts:
             "StrictModes no\nUsePAM no\nPasswordAuthentication no\n"
             "PermitRootLogin prohibit-password\nPidFile none\nMaxStartups 100\n"
         )
+        if self._bandwidth is not None:
+            slow = ["root", "tbf", "rate", f"{round(8 * self._bandwidth)}bit"]
+            slow += ["burst", str(_BURST_BYTES), "limit", str(_QUEUE_BYTES)]
+            _tool("tc", "qdisc", "add", "dev", link, *slow)
+            _tool("tc", *inside, "qdisc", "add", "dev", "eth0", *slow)
         if not os.path.isdir("/run/sshd"):
             os.mkdir("/run/sshd")
             self._made_run_sshd = True
@@ -197,7 +241,7 @@ class VirtualHosts:
 
     def _wait_for_sshd(self) -> None:
         deadline = time.monotonic() + 15
-        for name in NAMES:
+        for name in self.names:
             key = str(self._folder / "user_key")
             options = ["-p", str(SSH_PORT), "-i", key, "-o", "BatchMode=yes"]
             while True:
@@ -206,11 +250,15 @@ class VirtualHosts:
                 if ssh.returncode == 0:
                     break
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"sshd on {name} does not answer: {said}")
+                    raise LaunchError(f"sshd on {name} does not answer: {said}")
                 time.sleep(0.1)
 
 
 def _ip(*arguments: str, check: bool = True) -> None:
-    result = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    _tool("ip", *arguments, check=check)
+
+
+def _tool(*command: str, check: bool = True) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
     if check and result.returncode:
-        raise RuntimeError(f"ip {' '.join(arguments)}: {result.stderr.strip()}")
+        raise LaunchError(f"`{' '.join(command)}` failed: {result.stderr.strip()}")
