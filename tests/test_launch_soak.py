@@ -23,9 +23,7 @@ from launching import (  # noqa: F401
     wait_for,
 )
 
-sys.path.insert(0, str(Path(__file__).parent / "multihost"))
-
-from virtual_hosts import VirtualHosts, why_not
+from kerasmgpu.perf.network import VirtualHosts, why_not
 
 END_SECONDS = 10.0
 

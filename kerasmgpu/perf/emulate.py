@@ -144,8 +144,11 @@ def exchange_at_root(optimizer: Any) -> None:
     from kerasmgpu.optimizer import Reducer
 
     class ServerReducer(Reducer):
-        def _reduce_one(self, gradient: Any, step: Any, name: str) -> Any:
-            return sum_at_root(gradient, name)
+        def reduce(self, gradients: Sequence[Any], parts: Sequence[bool]) -> list[Any]:
+            return [
+                sum_at_root(gradient, f"{self.name}.{position}")
+                for position, gradient in enumerate(gradients)
+            ]
 
     given = optimizer._kerasmgpu
     optimizer._kerasmgpu = ServerReducer(given.reduction, None, given.name)

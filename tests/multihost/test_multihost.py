@@ -1,4 +1,4 @@
-"""Jobs on several hosts, for real: network namespaces with sshd (`virtual_hosts`)."""
+"""Jobs on several hosts, for real: network namespaces with sshd (`perf.network`)."""
 
 from __future__ import annotations
 
