@@ -53,6 +53,7 @@ def test_ratios_are_taken_within_a_round():
                 "samples_per_second": value,
                 "median_step_seconds": 1 / value,
                 "peak_bytes": 10,
+                "epoch_to_steps": None,
             }
             for value in values
         ]
@@ -95,6 +96,12 @@ def test_clock_times_steps_within_epochs_after_the_warm_up():
     # Epoch 0: three of warm-up, one that starts the clock, two. Epoch 1: six but one.
     assert len(clock.step_seconds) == 2 + 5
     assert met == [4]
+    # The epoch in which the clock started is not whole; the next has not ended.
+    assert clock.epoch_seconds == []
+    clock.on_epoch_begin(2)
+    assert len(clock.epoch_seconds) == 1
+    assert measure.epoch_to_steps([50.0, 51.0, 60.0], [1.0, 1.0]) == 51 / 50
+    assert measure.epoch_to_steps([], [1.0]) is None
 
 
 def test_clock_stops_the_training_when_its_time_is_over():

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kerasmgpu.errors import LaunchError
-from kerasmgpu.perf.workloads import WORKLOADS, Workload
+from kerasmgpu.perf.workloads import BATCHES_PER_EPOCH, WORKLOADS, Workload
 
 KINDS = ("plain", "ranks", "pairs")
 MEETING_TIMEOUT_SECONDS = 180.0
@@ -92,6 +92,7 @@ def measure_throughput(
         "steps": len(clock.step_seconds),
         "samples_per_second": rows / seconds,
         "median_step_seconds": statistics.median(clock.step_seconds),
+        "epoch_to_steps": epoch_to_steps(clock.epoch_seconds, clock.step_seconds),
         "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "gradient_bytes": sum(
             variable.numpy().nbytes for variable in model.trainable_variables
@@ -145,12 +146,18 @@ def make_clock(warmup_steps: int, seconds: float = float("inf")) -> Any:
             super().__init__()
             self.meet = lambda: None
             self.step_seconds: list[float] = []
+            self.epoch_seconds: list[float] = []  # of whole epochs
+            self._epoch_began: float | None = None
             self._seen = 0
             self._last: float | None = None
             self._deadline: float | None = None
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             self._last = None
+            now = time.perf_counter()
+            if self._epoch_began is not None:
+                self.epoch_seconds.append(now - self._epoch_began)
+            self._epoch_began = None if self._deadline is None else now
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             now = time.perf_counter()
@@ -166,6 +173,19 @@ def make_clock(warmup_steps: int, seconds: float = float("inf")) -> Any:
             self._last = now
 
     return Clock()
+
+
+def epoch_to_steps(
+    epoch_seconds: list[float], step_seconds: list[float]
+) -> float | None:
+    """An epoch's time, from its begin to the next, to that of its steps at their mean.
+
+    None where no whole epoch was measured.
+    """
+    if not epoch_seconds:
+        return None
+    steps = BATCHES_PER_EPOCH * statistics.mean(step_seconds)
+    return statistics.median(epoch_seconds) / steps
 
 
 def meet(folder: Path, index: int, count: int) -> None:

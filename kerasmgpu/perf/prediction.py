@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 from kerasmgpu.errors import InvalidArgumentError
 from kerasmgpu.perf.model import ring_seconds, server_seconds
+from kerasmgpu.perf.record import read_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +34,7 @@ def read_record(path: Path) -> Measured:
         InvalidArgumentError: it is no such record, or lacks a field (which is named).
     """
     again = "Make one with `kerasmgpu bench --np 1,2 --json FILE`."
-    try:
-        record: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(
-            f"Expected a record, a JSON file. Received: {path}, which cannot be read "
-            f"({error}). {again}"
-        ) from None
+    record = read_json(path, "a record", again)
 
     def field(value: Any, *names: str) -> Any:
         for position, name in enumerate(names):

