@@ -34,6 +34,8 @@ CORES = len(os.sched_getaffinity(0))
         (["--seconds", "0"], "--rounds and --seconds to be positive"),
         (["--plot", "/no/such/out.png"], "Expected a FILE that can be written"),
         (["--plot", "out.txt"], "to end in .png, .svg or .pdf"),
+        (["--collectives", "--trace", "a.json"], "one thing to measure at a time"),
+        (["--trace", "a.json", "--json", "b.json"], "--trace writes no json"),
         (["--collectives", "--np", "1"], "two ranks or more for --collectives"),
         (["--json", "/no/such/folder/out.json"], "Expected a FILE that can be written"),
     ],

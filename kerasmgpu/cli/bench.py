@@ -325,6 +325,21 @@ def _check(args: argparse.Namespace) -> None:
             "Expected --rounds and --seconds to be positive. Received: --rounds "
             f"{args.rounds} --seconds {args.seconds:g}."
         )
+    chosen = [name for name in ("collectives", "tune", "trace") if getattr(args, name)]
+    if len(chosen) > 1:
+        raise InvalidArgumentError(
+            "Expected one thing to measure at a time. Received: --"
+            f"{' --'.join(chosen)}."
+        )
+    unused = {"collectives": ("plot",), "tune": ("json", "plot")}
+    unused["trace"] = unused["tune"]
+    for mode in chosen:
+        for name in unused[mode]:
+            if getattr(args, name) is not None:
+                raise InvalidArgumentError(
+                    f"--{mode} writes no {name}. Received: --{name} "
+                    f"{getattr(args, name)}. Leave it out."
+                )
     for name in ("json", "plot", "tune", "trace"):
         path = getattr(args, name)
         if path is not None and not os.access(path.absolute().parent, os.W_OK):

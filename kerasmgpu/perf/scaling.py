@@ -95,6 +95,8 @@ def _figures(taken: dict[str, Any], size: int) -> dict[str, float]:
         "ceiling_to_alone": ceiling / alone,
         "ranks_to_alone": ranks / alone,
         "ranks_to_ceiling": ranks / ceiling,
+        "samples_per_second_of_a_rank": ranks / size,
+        "efficiency": ranks / alone / size,
     }
 
 
@@ -153,6 +155,8 @@ def make_tables(
 def _steps_table(table: Table, figures: dict[str, list[float]]) -> Table:
     table.columns[0].justify = "left"
     for label, name, factor, form in (
+        ("samples/s of a rank", "samples_per_second_of_a_rank", 1, ".0f"),
+        ("efficiency: against one, a rank", "efficiency", 1, ".3f"),
         ("step of one process, ms", "alone_step_seconds", 1e3, ".2f"),
         ("step without exchange, ms", "ceiling_step_seconds", 1e3, ".2f"),
         ("step of the ranks, ms", "ranks_step_seconds", 1e3, ".2f"),
