@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
+import signal
 import statistics
 import sys
 import tempfile
@@ -83,7 +84,12 @@ def _hosts(count: int, bandwidth: float | None) -> Iterator[Any]:
         yield None
         return
     names = [f"host{number}" for number in range(1, count + 1)]
-    with tempfile.TemporaryDirectory(prefix="kerasmgpu-hosts-") as folder:
+    # A bench that is ended must not leave hosts behind, as one interrupted does not.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    stack = contextlib.ExitStack()
+    stack.callback(signal.signal, signal.SIGTERM, before)
+    folders = tempfile.TemporaryDirectory(prefix="kerasmgpu-hosts-")
+    with stack, folders as folder:
         python_bin = Path(sys.executable).parent
         with VirtualHosts(Path(folder, "set-up"), python_bin, names, bandwidth) as made:
             yield made
