@@ -32,10 +32,13 @@ from kerasmgpu.files import write_on_rank_zero
 from kerasmgpu.fit_data import FitData
 from kerasmgpu.keras_compat import (
     adopt_registered_name,
+    compiled_metrics,
     get_data_adapter,
     split_for_validation,
+    tree,
 )
 from kerasmgpu.layers.fused_batch_norm import fused_normalization
+from kerasmgpu.layers.group_ops import join_parts
 from kerasmgpu.layers.on_device import backward_beside_forward, not_placed
 from kerasmgpu.micro_batches import check_can_split, train_in_pieces
 from kerasmgpu.optimizer import plain_class, unwrap_optimizer
@@ -323,9 +326,21 @@ class RankedModel(_Base):
 
     def predict_step(self, data: Any) -> Any:
         if not (isinstance(data, dict) and ROW_IDS in data):
-            return super().predict_step(data)
-        outputs = super().predict_step(data[DATA])
+            return self._whole(super().predict_step(data))
+        outputs = self._whole(super().predict_step(data[DATA]))
         return {"outputs": outputs, ROW_IDS: data[ROW_IDS]}
+
+    def compute_metrics(
+        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
+    ) -> Any:
+        if tree.flatten(compiled_metrics(self)):
+            y_pred = self._whole(y_pred)
+        return super().compute_metrics(x, y, y_pred, sample_weight)
+
+    def _whole(self, outputs: Any) -> Any:
+        session = session_of(self)
+        split = session is not None and session.output_is_split
+        return tree.map_structure(join_parts, outputs) if split else outputs
 
     def train_on_batch(
         self,

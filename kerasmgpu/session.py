@@ -26,6 +26,7 @@ from kerasmgpu.errors import (
 )
 from kerasmgpu.fit_data import FitData
 from kerasmgpu.keras_compat import build_from_spec, tree
+from kerasmgpu.layers.sharded_loss import ShardedSoftmaxCrossEntropy
 from kerasmgpu.memory_step import MemoryStepFunction
 from kerasmgpu.micro_batches import AUTO, PieceSize
 from kerasmgpu.optimizer import (
@@ -82,6 +83,7 @@ class Session:
         self.piece_size = PieceSize()
         if isinstance(micro_batch_size, int):
             self.piece_size.rows = micro_batch_size
+        self.output_is_split = False
         self.local_depth = 0
         self.agreed: dict[str, bool] = dict.fromkeys(_STOP_FLAGS, False)
         self.last_step: StepFunction | None = None
@@ -214,15 +216,26 @@ class Session:
         layers = sharded_layers(self.model)
         for layer in layers:
             object.__setattr__(layer, "wrapped", True)
-        outputs = getattr(self.model, "outputs", None) or [] if layers else []
-        for output in tree.flatten(outputs):
-            made_by = output._keras_history.operation
-            if not getattr(made_by, "output_is_whole", True):
-                raise InvalidArgumentError(
-                    f"Rank {topology().rank} of {topology().size}: expected a model "
-                    f"whose outputs are whole. Received: the output of "
-                    f"{made_by.name!r}, which has gather_output=False."
-                )
+        outputs = tree.flatten(getattr(self.model, "outputs", None)) if layers else []
+        makers = [o._keras_history.operation for o in outputs if o is not None]
+        split = [m for m in makers if not getattr(m, "output_is_whole", True)]
+        self.output_is_split = bool(split)
+        loss = getattr(self.model, "loss", None)
+        fits = len(makers) == 1 and isinstance(loss, ShardedSoftmaxCrossEntropy)
+        if split and loss is not None and not fits:
+            raise InvalidArgumentError(
+                f"Rank {topology().rank} of {topology().size}: expected whole outputs, "
+                "or one split output and the loss ShardedSoftmaxCrossEntropy. "
+                f"Received: the output of {split[0].name!r}, which has "
+                f"gather_output=False, and loss={loss!r}."
+            )
+        if layers and isinstance(loss, ShardedSoftmaxCrossEntropy) and not split:
+            raise InvalidArgumentError(
+                f"Rank {topology().rank} of {topology().size}: expected a last layer "
+                "ShardedDense(classes, gather_output=False) with the loss "
+                "ShardedSoftmaxCrossEntropy. Received: an output that is whole, or "
+                "not known to be split."
+            )
         return layers
 
     def send_state(self) -> None:

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kerasmgpu.collectives import gather_tensor, groups
+from kerasmgpu.collectives import barrier, gather_tensor, groups
 from kerasmgpu.errors import CollectiveError
 
 _MARK = "_kerasmgpu_cut_along"
@@ -90,16 +90,20 @@ def gathered(variables: Iterable[Any]) -> Iterator[None]:
     """While it lasts, rank 0 has the wholes of these variables in host memory.
 
     Must be entered on every rank, with the same variables. One at a time is gathered,
-    on the host, and only rank 0 keeps it. Inside another one nothing is sent.
+    on the host, by the first group, and only rank 0 keeps it. Inside another one
+    nothing is sent.
     """
     if _wholes.get() is not None:
         yield
         return
     wholes = {}
-    for variable in variables:
+    variables = list(variables)
+    for variable in variables if groups().replica == 0 else []:
         whole = _gather(variable)
         if groups().rank == 0:
             wholes[id(variable)] = whole
+    if variables:
+        barrier()  # a rank that went on and ended would end the others' collectives
     token = _wholes.set(wholes)
     try:
         yield

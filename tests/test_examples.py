@@ -90,6 +90,24 @@ def test_two_branches_give_the_same_on_1_and_2_ranks(mnist_dir, tmp_path):
     np.testing.assert_allclose(results[1], results[0], rtol=1e-3)
 
 
+def test_worker_groups_give_the_same_as_one_process(tmp_path):
+    options = ("--limit", "200", "--epochs", "1", "--batch-size", "32")
+    results, held = [], []
+    for ranks, parts in ((1, "1"), (4, "2")):
+        path = str(tmp_path / f"{ranks}.keras")
+        ended = run_example(
+            *("worker_groups.py", *options, "--save", path),
+            *("--model-parallel-size", parts),
+            ranks=ranks,
+        )
+        held.append(int(one(r"weights on this rank: (\d+) bytes", ended)[0]))
+        found = one(rf"test loss (\S+), accuracy (\S+)%, ranks: {ranks}", ended)
+        results.append([float(number) for number in found])
+        assert Path(path).is_file()
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-3)
+    assert held[1] < 0.55 * held[0]  # dense layers are nearly all there is
+
+
 def test_no_rank_decodes_what_it_does_not_need(data_source, tmp_path):
     import tfrecord_pipeline
 

@@ -74,7 +74,7 @@ ALLOWED: dict[str, set[str]] = {
     "session": CORE
     | STEP
     | {"step", "fit_data", "resume", "timing", "calibration", "xla_step", "shards"}
-    | {"micro_batches", "memory_step", "balance"},
+    | {"micro_batches", "memory_step", "balance", "layers"},
     "strategy": CORE | STEP | {"micro_batches", "model", "session", "tensors"},
     "callbacks": BASE | {"collectives", "state", "files", "shards", "perf.model"},
     "layers": CORE | {"control", "devices", "shards"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from ranks import SEED, assert_same_values, classification, cross_entropy
 
 import kerasmgpu
@@ -133,6 +134,75 @@ def test_dense_in_two_groups():
     )
 
 
+def image_net(sharded):
+    layers = keras.layers
+    conv = ours.ShardedConv2D if sharded else layers.Conv2D
+    return keras.Sequential(
+        [
+            keras.Input((5, 5, 2)),
+            conv(4, 3, activation="relu", kernel_regularizer="l2"),
+            conv(6, 2, strides=2, padding="same", use_bias=False),
+            layers.Flatten(),
+            layers.Dense(4),
+        ]
+    )
+
+
+def word_net(sharded):
+    """A mask, and a last layer that stays split."""
+    layers = keras.layers
+    embedding = ours.ShardedEmbedding if sharded else layers.Embedding
+    last = {"gather_output": False} if sharded else {}
+    return keras.Sequential(
+        [
+            keras.Input((3,), dtype="int32"),
+            embedding(10, 6, mask_zero=True),
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(8, "tanh"),
+            (ours.ShardedDense if sharded else layers.Dense)(4, **last),
+        ]
+    )
+
+
+@pytest.mark.world_size(2)
+def test_convolutions():
+    _, y = classification(21)
+    x = np.random.default_rng(2).normal(size=(21, 5, 5, 2)).astype("float32")
+    results = train_both(
+        image_net,
+        lambda: {"optimizer": K.SGD(0.05, momentum=0.9), "loss": cross_entropy()},
+        x,
+        y,
+    )
+    assert_both_same(results)
+
+
+@pytest.mark.world_size(4)
+def test_words_and_split_logits():
+    _, y = classification(21)
+    x = np.random.default_rng(2).integers(0, 10, size=(21, 3))
+    kinds = iter([cross_entropy, ours.ShardedSoftmaxCrossEntropy])
+    results = train_both(
+        word_net,
+        lambda: {
+            "optimizer": K.Adam(0.01, epsilon=1e-4, clipnorm=0.05),
+            "loss": next(kinds)(),
+            "metrics": ["accuracy"],
+        },
+        x,
+        y,
+        validation_data=(x[:7], y[:7]),
+    )
+    assert_both_same(results)
+    (one, _), (ranked, _) = results
+    expected = one.predict(x, verbose=0)
+    np.testing.assert_allclose(
+        ranked.predict(x, verbose=0), expected, rtol=1e-4, atol=1e-5
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match="x < y"):
+        ranked.predict(x + 10, verbose=0)
+
+
 @pytest.mark.world_size(2)
 def test_each_rank_holds_half():
     x, y = classification(8)
@@ -157,7 +227,9 @@ def test_files_cross_over(tmp_path_factory):
     def options():
         return {"optimizer": K.Adam(0.01), "loss": cross_entropy()}
 
-    checkpoint = kerasmgpu.callbacks.RankZeroCheckpoint(f"{folder}/during.keras")
+    checkpoint = kerasmgpu.callbacks.RankZeroCheckpoint(
+        f"{folder}/during.keras", monitor="loss", save_best_only=True
+    )
     _, (ranked, _) = train_both(dense_net, options, x, y)
     ranked.fit(x, y, epochs=1, verbose=0, callbacks=[checkpoint])
     ranked.save(f"{folder}/whole.keras")
@@ -211,5 +283,13 @@ def test_bad_input():
     split = keras.Sequential(
         [keras.Input((8,)), ours.ShardedDense(4, gather_output=False)]
     )
-    with pytest.raises(InvalidArgumentError, match="outputs are whole"):
+    split.compile("sgd", cross_entropy())
+    with pytest.raises(InvalidArgumentError, match="expected whole outputs"):
         strategy.wrap(split)
+    model.compile("sgd", ours.ShardedSoftmaxCrossEntropy())
+    with pytest.raises(InvalidArgumentError, match="output that is whole"):
+        model.fit(x, y, verbose=0)
+    with pytest.raises(InvalidArgumentError, match=r"nearest are 2 and 4.*filters=3"):
+        ours.ShardedConv2D(3, 1)
+    with pytest.raises(InvalidArgumentError, match="without weights"):
+        ours.ShardedEmbedding(4, 2, weights=np.zeros((4, 2)))
