@@ -26,6 +26,8 @@ from kerasmgpu.perf import blocks, emulate, network
         ),
         (["--all-reduce", "many", "--np", "2"], "Received: 'many'"),
         (["--all-reduce", "4kb", "--np", "2", "--bandwidth", "9"], "Received: '9'"),
+        (["--all-reduce", "4kb", "--emulate-step-seconds", "1"], "at a time"),
+        (["--all-reduce", "4kb", "--plot", "a.png"], "--all-reduce writes no plot"),
         (["--bandwidth", "1gbit"], "beside --bandwidth"),
         (["--exchange", "server"], "beside --exchange"),
     ],

@@ -325,7 +325,8 @@ def _check(args: argparse.Namespace) -> None:
             "Expected --rounds and --seconds to be positive. Received: --rounds "
             f"{args.rounds} --seconds {args.seconds:g}."
         )
-    chosen = [name for name in ("collectives", "tune", "trace") if getattr(args, name)]
+    modes = ("collectives", "tune", "trace", "emulate_step_seconds", "all_reduce")
+    chosen = [name.replace("_", "-") for name in modes if getattr(args, name)]
     if len(chosen) > 1:
         raise InvalidArgumentError(
             "Expected one thing to measure at a time. Received: --"
@@ -333,6 +334,7 @@ def _check(args: argparse.Namespace) -> None:
         )
     unused = {"collectives": ("plot",), "tune": ("json", "plot")}
     unused["trace"] = unused["tune"]
+    unused |= {"all-reduce": ("plot",), "emulate-step-seconds": ()}
     for mode in chosen:
         for name in unused[mode]:
             if getattr(args, name) is not None:
