@@ -160,3 +160,11 @@ def check(
     result = one_and_all(build, train, **(options or {}))
     assert_same(*result, rtol=rtol, atol=atol)
     return result[2]
+
+
+def traced_nodes(model: keras.Model) -> tuple[list[Any], dict[str, Any]]:
+    """All nodes of a wrapped model's traced step, and its functions by name."""
+    graph = model.train_function._traced.graph.as_graph_def()
+    named = {f.signature.name: f for f in graph.library.function}
+    inner = [node for f in named.values() for node in f.node_def]
+    return [*graph.node, *inner], named

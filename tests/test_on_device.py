@@ -19,6 +19,7 @@ from ranks import (
     classification,
     cross_entropy,
     strategy,
+    traced_nodes,
 )
 
 from kerasmgpu.collectives import broadcast_object, topology
@@ -182,9 +183,7 @@ def test_weights_slots_and_both_passes_are_on_the_device():
         for variable in (weight, adam._momentums[index], adam._velocities[index]):
             expected = device_of(weight.path) or "CPU:0"
             assert variable.value.device.endswith(expected), variable.path
-    graph = ranked.train_function._traced.graph.as_graph_def()
-    nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
-    products = [node for node in nodes if node.op == "MatMul"]
+    products = [node for node in traced_nodes(ranked)[0] if node.op == "MatMul"]
     assert len(products) == 10 + 17  # forward, backward
     for node in products:
         assert node.device[-5:] == device_of(node.name), node.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+from ranks import traced_nodes
 
 import kerasmgpu
 
@@ -22,10 +23,9 @@ def collectives_of_a_step(sharding="batch", normalize=False, **compile_options):
     model.compile(optimizer=optimizer, loss="mse", **compile_options)
     model = kerasmgpu.HorovodStrategy(sharding=sharding).wrap(model)
     model.fit(np.ones((8, 6)), np.ones(8), batch_size=4, epochs=1, verbose=0)
-    graph = model.train_function._traced.graph.as_graph_def()
-    inner = graph.library  # the functions that the graph calls
-    nodes = [*graph.node, *(node for f in inner.function for node in f.node_def)]
-    names = [node.name for node in nodes if node.op.startswith("Horovod")]
+    names = [
+        node.name for node in traced_nodes(model)[0] if node.op.startswith("Horovod")
+    ]
     assert len(names) == len(set(names))
     return set(names)
 

@@ -16,6 +16,7 @@ from ranks import (
     dense_net,
     one_and_all,
     strategy,
+    traced_nodes,
 )
 
 from kerasmgpu.collectives import topology
@@ -23,18 +24,9 @@ from kerasmgpu.collectives import topology
 pytestmark = pytest.mark.world_size(2)
 
 
-def nodes_of(model):
-    graph = model.train_function._traced.graph.as_graph_def()
-    inner = graph.library  # the functions that the graph calls
-    return {f.signature.name: f for f in inner.function}, [
-        *graph.node,
-        *(node for f in inner.function for node in f.node_def),
-    ]
-
-
 def compiled_functions(model):
     """Names of the functions that XLA compiles, and all operations inside them."""
-    functions, nodes = nodes_of(model)
+    nodes, functions = traced_nodes(model)
     names = {n.attr["f"].func.name for n in nodes if n.attr["_XlaMustCompile"].b}
     names = {name for name in names if name in functions}
     return names, {node.op for name in names for node in functions[name].node_def}
