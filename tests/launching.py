@@ -20,6 +20,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PYTHON_BIN = str(Path(sys.executable).parent)
 PROGRAMS = Path(__file__).parent / "programs"
+#: What a program of `python` calls itself, for the system, once it runs.
+READY = "ready"
 
 
 @dataclasses.dataclass
@@ -149,6 +151,18 @@ class Job:
                         found[int(rank)] = process
         return found
 
+    def ready(self) -> list[psutil.Process]:
+        """Those of `programs` that run the code given to `python`.
+
+        A signal that comes before, while Python starts, ends it with a code of its own.
+        """
+        found = []
+        for process in self.programs().values():
+            with contextlib.suppress(psutil.Error):
+                if process.name() == READY:
+                    found.append(process)
+        return found
+
     def assert_nothing_left(self, seconds: float = 3.0) -> None:
         deadline = time.monotonic() + seconds
         while left := self.processes():
@@ -183,7 +197,9 @@ def python(code: str) -> list[str]:
     return [
         sys.executable,
         "-c",
-        f"import os, sys, time\nrank = int(os.environ['KERASMGPU_RANK'])\n{code}",
+        "import os, sys, time\n"
+        f"open('/proc/self/comm', 'w').write('{READY}')\n"
+        f"rank = int(os.environ['KERASMGPU_RANK'])\n{code}",
     ]
 
 

@@ -205,7 +205,7 @@ def test_exit_code_is_the_failing_ranks(
 
 def test_a_killed_rank_ends_the_job_in_time() -> None:
     job = Job(["-np", "2", *python("time.sleep(60)")])
-    wait_for(lambda: len(job.programs()) == 2)
+    wait_for(lambda: len(job.ready()) == 2)
     job.began = time.monotonic()
     job.programs()[1].kill()
     ended = job.finish(10)
@@ -216,7 +216,7 @@ def test_a_killed_rank_ends_the_job_in_time() -> None:
 
 def test_a_killed_agent_ends_the_job_in_time() -> None:
     job = Job(["-np", "2", *python("time.sleep(60)")])
-    wait_for(lambda: len(job.programs()) == 2)
+    wait_for(lambda: len(job.ready()) == 2)
     agent = job.programs()[1].parent()
     assert agent is not None
     agent.kill()
@@ -233,7 +233,7 @@ def test_a_killed_agent_ends_the_job_in_time() -> None:
 )
 def test_signals_reach_every_rank(options: list[str], number: signal.Signals) -> None:
     job = Job([*options, "-np", "2", *python("time.sleep(60)")])
-    wait_for(lambda: len(job.programs()) == 2)
+    wait_for(lambda: len(job.ready()) == 2)
     job.signal(number)
     ended = job.finish(10)
     assert ended.code == 128 + number
@@ -284,7 +284,7 @@ def test_ranks_may_take_their_time_to_save_after_sigterm() -> None:
         "while True: time.sleep(0.1)"
     )
     job = Job(["-np", "2", *python(program)])
-    wait_for(lambda: len(job.programs()) == 2)
+    wait_for(lambda: len(job.ready()) == 2)
     time.sleep(1)
     job.signal(signal.SIGTERM)
     ended = job.finish(15)
@@ -301,7 +301,7 @@ def test_ranks_that_ignore_signals_are_killed() -> None:
         "time.sleep(60)"
     )
     job = Job(["-np", "2", *python(program)])
-    wait_for(lambda: len(job.programs()) == 2)
+    wait_for(lambda: len(job.ready()) == 2)
     time.sleep(0.5)
     job.signal(signal.SIGINT)
     ended = job.finish(10)
@@ -311,7 +311,7 @@ def test_ranks_that_ignore_signals_are_killed() -> None:
 
 def test_a_killed_launcher_leaves_nothing() -> None:
     job = Job(["-np", "2", *python("time.sleep(60)")])
-    wait_for(lambda: len(job.programs()) == 2)
+    wait_for(lambda: len(job.ready()) == 2)
     job.process.kill()
     job.process.communicate()
     job.assert_nothing_left(8)
@@ -330,7 +330,7 @@ def test_what_a_program_left_running_is_ended() -> None:
 
 def test_a_stopped_rank_is_ended_too() -> None:
     job = Job(["-np", "2", *python("time.sleep(60)")])
-    wait_for(lambda: len(job.programs()) == 2)
+    wait_for(lambda: len(job.ready()) == 2)
     job.programs()[1].suspend()
     job.signal(signal.SIGINT)
     assert job.finish(10).code == 130
