@@ -106,8 +106,7 @@ class Runner:
             stack.callback(listener.close)
             self._signals = stack.enter_context(noted_signals(self._selector))
             environ = {**self._plan.environ, **self._addresses(listener)}
-            if self._plan.local_environ is not None:
-                environ.update(stack.enter_context(self._local_environment()))
+            environ.update(stack.enter_context(self._own_folder()))
             stack.callback(self._end_everything)
             say = self._output.say if self._spec.verbose else None
             if say is not None:
@@ -141,17 +140,24 @@ class Runner:
         }
 
     @contextlib.contextmanager
-    def _local_environment(self) -> Iterator[dict[str, str]]:
-        content = {
-            "host": socket.gethostname(),
-            "environ": dict(self._plan.local_environ or {}),
-        }
+    def _own_folder(self) -> Iterator[dict[str, str]]:
         # Made by mkdtemp and mkstemp: for this user's eyes only.
-        with tempfile.TemporaryDirectory(prefix="kerasmgpu-") as folder:
-            descriptor, path = tempfile.mkstemp(dir=folder)
-            with open(descriptor, "w") as file:
-                json.dump(content, file)
-            yield {"KERASMGPU_LOCAL_ENVIRONMENT": path}
+        with tempfile.TemporaryDirectory(
+            prefix="kerasmgpu-", ignore_cleanup_errors=True
+        ) as folder:
+            # Jobs that share Open MPI's folder on this host now and then fail to start:
+            # one that ends removes what another has just made.
+            environ = {"PRTE_MCA_prte_local_tmpdir_base": folder}
+            if self._plan.local_environ is not None:
+                content = {
+                    "host": socket.gethostname(),
+                    "environ": dict(self._plan.local_environ),
+                }
+                descriptor, path = tempfile.mkstemp(dir=folder)
+                with open(descriptor, "w") as file:
+                    json.dump(content, file)
+                environ["KERASMGPU_LOCAL_ENVIRONMENT"] = path
+            yield environ
 
     def _serve(self) -> None:
         last_turn = time.monotonic()
