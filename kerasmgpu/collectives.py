@@ -323,7 +323,12 @@ def _call(
 
 
 def _horovod_reduce(
-    tensor: tf.Tensor, name: str, *, op: str, among: str = "all"
+    tensor: tf.Tensor,
+    name: str,
+    *,
+    op: str,
+    among: str = "all",
+    in_branch: bool = False,
 ) -> tf.Tensor:
     hvd = _horovod()
     operation = {
@@ -333,13 +338,23 @@ def _horovod_reduce(
         "max": hvd.Max,
         "adasum": hvd.Adasum,
     }[op]
-    result = hvd.allreduce(tensor, op=operation, name=name, **_set_of(among))
+    result = hvd.allreduce(
+        tensor,
+        op=operation,
+        name=name,
+        ignore_name_scope=in_branch,
+        **_set_of(among),
+    )
     result.set_shape(tensor.shape)
     return result
 
 
-def _horovod_gather(tensor: tf.Tensor, name: str, *, among: str = "all") -> tf.Tensor:
-    result = _horovod().allgather(tensor, name=name, **_set_of(among))
+def _horovod_gather(
+    tensor: tf.Tensor, name: str, *, among: str = "all", in_branch: bool = False
+) -> tf.Tensor:
+    result = _horovod().allgather(
+        tensor, name=name, ignore_name_scope=in_branch, **_set_of(among)
+    )
     if tensor.shape.rank is not None:
         result.set_shape([None, *tensor.shape[1:]])
     return result
@@ -357,16 +372,24 @@ def _horovod_broadcast(
 
 @tf.autograph.experimental.do_not_convert
 def reduce_tensor(
-    tensor: tf.Tensor, op: str, name: str | None = None, among: str = "all"
+    tensor: tf.Tensor,
+    op: str,
+    name: str | None = None,
+    among: str = "all",
+    in_branch: bool = False,
 ) -> tf.Tensor:
     """All-reduce of one tensor of a type that Horovod takes, without a gradient.
 
-    Among "all" ranks, this rank's "group", or the ranks of its "position".
+    Among "all" ranks, this rank's "group", or the ranks of its "position". In a branch
+    of `tf.cond` the name stays as it is given: TensorFlow puts a number before it that
+    need not be the same on all ranks.
     """
     if _ranks_among(among) == 1:
         return tensor
     kind = f"all_reduce.{op}" if among == "all" else f"all_reduce.{op}.{among}"
-    return _call(_horovod_reduce, tensor, name, kind, op=op, among=among)
+    return _call(
+        _horovod_reduce, tensor, name, kind, op=op, among=among, in_branch=in_branch
+    )
 
 
 @tf.autograph.experimental.do_not_convert
@@ -375,15 +398,19 @@ def gather_tensor(
     name: str | None = None,
     why: str | None = None,
     among: str = "all",
+    in_branch: bool = False,
 ) -> tf.Tensor:
     """All-gather of one tensor along its first dimension, without a gradient.
 
-    Among "all" ranks, this rank's "group", or the ranks of its "position".
+    Among "all" ranks, this rank's "group", or the ranks of its "position"; in a branch
+    of `tf.cond` as in `reduce_tensor`.
     """
     if _ranks_among(among) == 1:
         return tensor
     kind = "all_gather" if among == "all" else f"all_gather.{among}"
-    return _call(_horovod_gather, tensor, name, kind, why, among=among)
+    return _call(
+        _horovod_gather, tensor, name, kind, why, among=among, in_branch=in_branch
+    )
 
 
 @tf.autograph.experimental.do_not_convert

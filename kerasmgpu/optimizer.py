@@ -30,6 +30,7 @@ from kerasmgpu.control import current_step
 from kerasmgpu.errors import InvalidArgumentError
 from kerasmgpu.fused_updates import fused_update
 from kerasmgpu.shards import axis_of, part_of, slots_of
+from kerasmgpu.slices import exchange_slices, table_allowed
 from kerasmgpu.timing import timed
 
 if TYPE_CHECKING:
@@ -82,12 +83,16 @@ class Reducer:
             or "adasum".
         compression: None, "fp16" or "bf16": the type in which gradients travel.
         name: of its collectives; the same on all ranks.
+
+    Attributes:
+        tables: what `table_allowed` says of the optimizer that updates.
     """
 
     def __init__(self, reduction: str, compression: str | None, name: str) -> None:
         self.reduction = reduction
         self.compression = compression
         self.name = f"kerasmgpu.gradients.{name}"
+        self.tables: str | None = None
 
     def weigh(self, gradients: Sequence[Any], parts: Sequence[bool]) -> list[Any]:
         """Multiplies each gradient by what this rank counts in the step.
@@ -142,7 +147,8 @@ class Reducer:
             if self.reduction == "adasum":
                 gradient = tf.convert_to_tensor(gradient)
             else:
-                return _gather_slices(gradient, step, name, among)
+                rows = None if step is None else step.rows
+                return exchange_slices(gradient, rows, name, among, self.tables)
         tensor = tf.convert_to_tensor(gradient)
         op = "adasum" if self.reduction == "adasum" else "sum"
         if self.compression == "bf16" and tensor.dtype == tf.float32:
@@ -172,25 +178,6 @@ def _scaled(gradient: Any, weight: tf.Tensor) -> Any:
         wide = tf.math.multiply_no_nan(tf.cast(gradient, tf.float32), weight)
         return tf.cast(wide, gradient.dtype)
     return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
-
-
-def _gather_slices(gradient: tf.IndexedSlices, step: Any, name: str, among: str) -> Any:
-    """The ranks' slices one after the other: the slices that one process would have.
-
-    Kept sparse, because clipping by norm looks at the slices. A spare row's slices are
-    left out: an index that is not in the batch must not be touched.
-    """
-    values, indices = gradient.values, gradient.indices
-    if step is not None:
-        count = tf.where(step.rows > 0, tf.shape(indices)[0], 0)
-        values, indices = values[:count], indices[:count]
-    if among == "all" and not groups().speaks:
-        values, indices = values[:0], indices[:0]
-    return tf.IndexedSlices(
-        gather_tensor(values, f"{name}.values", among=among),
-        gather_tensor(indices, f"{name}.indices", among=among),
-        gradient.dense_shape,
-    )
 
 
 def _reduce_as_bfloat16(tensor: tf.Tensor, name: str) -> tf.Tensor:
@@ -231,7 +218,11 @@ class RankedOptimizer(_Base):
 
             def exchange() -> list[Any]:
                 weighed = reducer.weigh(own, parts)
-                return weighed if _accumulates(self) else reducer.reduce(weighed, parts)
+                if _accumulates(self):
+                    return weighed
+                inner = getattr(self, "inner_optimizer", self)
+                reducer.tables = table_allowed(inner, plain_class(inner))
+                return reducer.reduce(weighed, parts)
 
             grads = timed("reduce", exchange, ready=list(own))
         outermost = not _weighed.get()

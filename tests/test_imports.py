@@ -45,7 +45,8 @@ ALLOWED: dict[str, set[str]] = {
     # `control` knows the step that the others take part in.
     **dict.fromkeys(STEP - {"control"}, CORE | {"control"}),
     "devices": CORE | {"transport"},
-    "optimizer": CORE | {"control", "timing", "fused_updates", "shards"},
+    "slices": CORE,
+    "optimizer": CORE | {"control", "timing", "fused_updates", "shards", "slices"},
     "state": CORE | {"optimizer", "shards"},
     "xla_step": CORE | {"control", "optimizer"},
     "micro_batches": CORE | STEP,
