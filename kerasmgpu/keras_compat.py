@@ -160,6 +160,12 @@ def compiled_metrics(model: Any) -> Any:
     return [compiled._user_metrics, compiled._user_weighted_metrics]
 
 
+def holders_of_metrics_to_come(model: Any) -> list[Any]:
+    """What will make metrics of its own, its `metrics`, when its `build` is called."""
+    holders = (model._compile_metrics, model._compile_loss)
+    return [holder for holder in holders if holder is not None and not holder.built]
+
+
 def serialize_as(cls: type, plain: type) -> None:
     """Makes objects of a class serialize as those of one of Keras's classes."""
     names = api_export.REGISTERED_OBJS_TO_NAMES

@@ -107,8 +107,8 @@ class MemoryStepFunction(StepFunction):
                 f"(micro_batch_size={self.piece_size.rows}), with the same numbers.",
                 flush=True,
             )
-        gradients, trials = found
-        logs = self._finish(gradients, meta, sums)
+        gradients, numbers, trials = found
+        logs = self._finish(gradients, numbers, meta, sums)
         return logs, sums, meta, trials
 
     def _anyone_failed(
@@ -164,12 +164,15 @@ class MemoryStepFunction(StepFunction):
             pieces = Pieces(self.model, data, step, rows)
             gradients = pieces.gradients(totals)
         self._changed.update(changed)
-        return gradients, self._note_trials(watch)
+        self._functions = pieces.functions
+        return gradients, pieces.numbers, self._note_trials(watch)
 
-    def _run_finish(self, gradients: Any, meta: tf.Tensor, sums: tf.Tensor) -> Any:
+    def _run_finish(
+        self, gradients: Any, numbers: Any, meta: tf.Tensor, sums: tf.Tensor
+    ) -> Any:
         step = control.make_step(meta, sums, self.training, self.same_batches)
         with self._in_step(step, tf.constant(False)) as (_, watch):
-            logs = update(self.model, gradients)
+            logs = update(self.model, gradients, numbers, self._functions)
         average_moving_statistics(self.model, self._changed, step)
         self._note_results(logs, watch)
         return logs

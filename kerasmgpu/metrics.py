@@ -21,7 +21,12 @@ import tensorflow as tf
 from kerasmgpu.collectives import groups, reduce_tensor, topology
 from kerasmgpu.control import current_step
 from kerasmgpu.errors import InvalidArgumentError
-from kerasmgpu.keras_compat import CompileMetrics, compiled_metrics, tree
+from kerasmgpu.keras_compat import (
+    CompileMetrics,
+    compiled_metrics,
+    holders_of_metrics_to_come,
+    tree,
+)
 from kerasmgpu.overriding import overridden
 
 #: Outcome of trying a metric on a batch.
@@ -94,6 +99,19 @@ def watched_metrics(model: Any, try_metrics: tf.Tensor) -> Iterator[Watch]:
             (leaf_metrics(model), "result", recording),
         ):
             stack.enter_context(overridden(metrics, name, make))
+
+        def building(holder: Any) -> Any:
+            build = holder.build
+
+            def recorded_from_now_on(*args: Any, **kwargs: Any) -> None:
+                build(*args, **kwargs)
+                made = overridden(holder.metrics, "result", recording)
+                stack.enter_context(made)
+
+            return recorded_from_now_on
+
+        holders = holders_of_metrics_to_come(model)
+        stack.enter_context(overridden(holders, "build", building))
         token = _watch.set(watch)
         try:
             yield watch
@@ -117,6 +135,12 @@ def trials_apart(keep: bool = False) -> Iterator[dict[str, tf.Tensor]]:
         yield watch.trials
     finally:
         watch.trials = whole
+
+
+def recorded_results() -> dict[int, tuple[Any, Any]]:
+    """`Watch.results` of the step that is being traced or run."""
+    watch = _watch.get()
+    return watch.results if watch is not None else {}
 
 
 def join_trials(one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:

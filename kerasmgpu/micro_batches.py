@@ -22,10 +22,16 @@ import tensorflow as tf
 from kerasmgpu.collectives import reduce_tensor, topology
 from kerasmgpu.control import Step, current_step, in_step
 from kerasmgpu.data import number_of_rows, rows_between
+from kerasmgpu.derived_logs import Derived, derived
 from kerasmgpu.errors import InvalidArgumentError
 from kerasmgpu.keras_compat import tree
 from kerasmgpu.losses import divisors, scaled_losses
-from kerasmgpu.metrics import join_trials, numbers_count_by_rows, trials_apart
+from kerasmgpu.metrics import (
+    join_trials,
+    recorded_results,
+    trials_apart,
+    watched_metrics,
+)
 
 AUTO = "auto"
 
@@ -83,7 +89,7 @@ def train_in_pieces(model: Any, data: Any, rows_per_piece: Any) -> Any:
         pieces = Pieces(model, data, step, rows_per_piece)
         totals = [reduce_tensor(part, "sum") for part in pieces.divisors()]
         gradients = pieces.gradients(totals)
-    return update(model, gradients)
+    return update(model, gradients, pieces.numbers, pieces.functions)
 
 
 @contextlib.contextmanager
@@ -95,17 +101,35 @@ def whole_step(model: Any, data: Any) -> Iterator[Step]:
         return
     rows = tf.cast(number_of_rows(data), tf.float64)
     step = Step(rows, rows, tf.constant(1.0, tf.float32), training=True)
-    with in_step(step), scaled_losses(model, True), numbers_count_by_rows():
+    with (
+        in_step(step),
+        scaled_losses(model, True),
+        watched_metrics(model, tf.constant(False)),
+    ):
         yield step
 
 
-def update(model: Any, gradients: list[Any]) -> Any:
-    """The rest of Keras's `train_step`. Returns the logs."""
+def update(
+    model: Any,
+    gradients: list[Any],
+    numbers: dict[str, tf.Tensor],
+    functions: dict[str, Derived],
+) -> Any:
+    """The rest of Keras's `train_step`. Returns the logs.
+
+    Args:
+        model: the wrapped model.
+        gradients: of its weights, as `Pieces.gradients` returned them.
+        numbers: `Pieces.numbers`.
+        functions: `Pieces.functions`.
+    """
     if gradients:
         model.optimizer.apply_gradients(
             zip(gradients, model.trainable_weights, strict=True)
         )
-    return model.get_metrics_result()
+    logs = dict(model.get_metrics_result())
+    logs.update({key: function.result() for key, function in functions.items()})
+    return {**logs, **numbers}
 
 
 class Pieces:
@@ -116,6 +140,11 @@ class Pieces:
         data: this rank's rows, as for `train_step`.
         step: the step.
         rows_per_piece: int or int64 scalar tensor, at most so many rows at a time.
+
+    Attributes, set by `gradients`:
+        numbers: what the model's `compute_metrics` returned beside results of metrics,
+            the mean over this rank's rows.
+        functions: the same, where metrics alone decide it.
     """
 
     def __init__(self, model: Any, data: Any, step: Step, rows_per_piece: Any) -> None:
@@ -152,7 +181,7 @@ class Pieces:
 
         def backward(number: tf.Tensor) -> dict[str, tf.Tensor]:
             with trials_apart() as trials, tf.GradientTape() as tape:
-                loss = self._forward(number, totals, training=True)[0]
+                loss, _, logs = self._forward(number, totals, training=True)
             share = self._rows_of(number) / tf.maximum(self.step.rows, 1.0)
             results: dict[str, tf.Tensor] = {}
             for i, gradient in enumerate(tape.gradient(loss, weights)):
@@ -165,6 +194,8 @@ class Pieces:
                     # Its shape is not always known, its weight's is.
                     gradient = tf.ensure_shape(gradient, weights[i].shape)
                     results[f"{i}.dense"] = _weighed(gradient, share)
+            for key, value in self._own_logs(logs).items():
+                results[f"{key}.log"] = _weighed(value, share)
             self._trial_names = list(trials)
             for name, outcome in trials.items():
                 results[f"{name}.trial"] = outcome
@@ -185,6 +216,11 @@ class Pieces:
         sums = self._sum(backward, start, join)
         with trials_apart(keep=True) as trials:
             trials.update({name: sums[f"{name}.trial"] for name in self._trial_names})
+        self.numbers = {
+            key.removesuffix(".log"): value
+            for key, value in sums.items()
+            if key.endswith(".log")
+        }
         gradients: list[Any] = []
         for i, weight in enumerate(weights):
             if f"{i}.slices" in sums:
@@ -197,6 +233,19 @@ class Pieces:
                 gradients.append(None)
         return gradients
 
+    def _own_logs(self, logs: Any) -> dict[str, Any]:
+        """What of the logs is neither a metric's result nor follows from results."""
+        self.functions = {}
+        results = recorded_results()
+        own = {}
+        for key in set(logs or {}) - set(self.model.get_metrics_result()):
+            function, _ = derived(logs[key], results)
+            if function is None:
+                own[key] = logs[key]
+            else:
+                self.functions[key] = function
+        return own
+
     def _rows_of(self, number: tf.Tensor) -> tf.Tensor:
         """float64, how many rows of piece `number` count."""
         low, high = self._bounds(number)
@@ -208,8 +257,8 @@ class Pieces:
 
     def _forward(
         self, number: tf.Tensor, totals: list[tf.Tensor] | None, training: bool
-    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """As in Keras's `train_step`: the (scaled) loss, and what losses divide by."""
+    ) -> tuple[tf.Tensor, list[tf.Tensor], Any]:
+        """As in Keras's `train_step`: (scaled) loss, what losses divide by, logs."""
         model, step = self.model, self.step
         low, high = self._bounds(number)
         piece = tree.map_structure(
@@ -234,8 +283,8 @@ class Pieces:
             )
             if model.optimizer is not None:
                 loss = model.optimizer.scale_loss(loss)
-            model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-        return loss, found
+            logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        return loss, found, logs
 
     def _sum(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,9 +23,11 @@ from kerasmgpu.collectives import (
     all_gather_object,
     groups,
     reduce_tensor,
+    topology,
     waiting_for_ranks,
 )
 from kerasmgpu.data import DATA, META, shard_batch
+from kerasmgpu.derived_logs import derived
 from kerasmgpu.keras_compat import tree
 from kerasmgpu.layers.batch_norm import synchronized_moments
 from kerasmgpu.losses import scaled_losses
@@ -52,7 +55,8 @@ class StepFunction:
 
     Attributes:
         stop_agreed: whether any rank asked to stop in the last step.
-        log_metrics: key of the logs → the metric whose result it is.
+        log_metrics: key of the logs → what has it as its `result()`: a metric, or a
+            function of metrics.
         share: this rank's share of the rows of the last batch; one rank of a group has
             the group's, the others none.
         total_rows: rows of the last global batch.
@@ -293,13 +297,23 @@ class StepFunction:
             yield changed, watch
 
     def _note_results(self, logs: Any, watch: Watch) -> None:
-        """Which of the logs are results of metrics."""
-        if isinstance(logs, dict):
-            self.log_metrics = {
-                key: watch.results[id(value)][1]
-                for key, value in logs.items()
-                if id(value) in watch.results
-            }
+        """Which of the logs are results of metrics, or calculated from them."""
+        self.log_metrics = {}
+        for key, value in logs.items() if isinstance(logs, dict) else ():
+            if id(value) in watch.results:
+                self.log_metrics[key] = watch.results[id(value)][1]
+                continue
+            function, depends = derived(value, watch.results)
+            if function is not None:
+                self.log_metrics[key] = function
+            elif depends and topology().is_rank_zero:
+                warnings.warn(
+                    f"The log {key!r} is calculated from metrics and from data. "
+                    "Metrics count this rank's rows until the epoch ends, so what is "
+                    "logged is the mean of the ranks' values, not the value of all "
+                    "rows. Log results of metrics, or what follows from them alone.",
+                    stacklevel=2,
+                )
 
     def _note_trials(self, watch: Watch) -> tf.Tensor:
         """The outcomes of the metrics' trials, as one tensor."""

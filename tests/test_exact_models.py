@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -15,7 +17,10 @@ from ranks import (
     cross_entropy,
     dense_net,
     one_and_all,
+    strategy,
 )
+
+from kerasmgpu.collectives import topology
 
 pytestmark = pytest.mark.world_size(2)
 
@@ -178,6 +183,8 @@ class CustomStep(Subclassed):
             "renamed": self.hits.result(),
             "own_loss": self.loss_mean.result(),
             "number": tf.reduce_mean(x),
+            "from_results": keras.ops.exp(self.loss_mean.result() / 9.0)
+            + 2.0 * self.hits.result(),
         }
 
 
@@ -190,6 +197,25 @@ def test_custom_train_step():
         return model
 
     check(build, x, y, batch_size=8)
+
+
+class FromMetricsAndData(CustomStep):
+    def train_step(self, data):
+        logs = super().train_step(data)
+        return {**logs, "mixed": logs["renamed"] * tf.reduce_mean(data[0])}
+
+
+def test_a_log_of_metrics_and_data_is_warned_of():
+    x, y = classification(16)
+    model = FromMetricsAndData()
+    model.compile(optimizer=keras.optimizers.SGD(0.02))
+    model = strategy().wrap(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(x, y, verbose=0)
+    told = [str(w.message) for w in caught if "from metrics and" in str(w.message)]
+    assert bool(told) == topology().is_rank_zero
+    assert all("'mixed'" in message for message in told)
 
 
 class TwoOptimizers(keras.Model):
