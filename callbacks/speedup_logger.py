@@ -270,8 +270,9 @@ def reason(
     cause = max(causes, key=lambda name: causes[name])
     if causes[cause] < 0.05:
         return (
-            "the ranks compute more slowly together than in calibration: they may "
-            "share cores or memory; fewer ranks a host, or fewer threads a rank"
+            "the ranks compute more slowly than in calibration: they may share cores "
+            "or memory with one another, or cores with their input pipelines; try "
+            "fewer ranks a host, fewer threads a rank, or cache"
         )
     if cause == "input":
         rank = max(range(len(inputs)), key=lambda r: inputs[r])

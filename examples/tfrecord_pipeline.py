@@ -8,6 +8,10 @@ rank brings batches of its own. The files are made first: from CIFAR-10, where
 `--data-dir` has `cifar10_jpeg.npz` (for `train` and `test`: `_jpeg`, all JPEG files
 joined; `_offsets`, image i is bytes offsets[i] to offsets[i+1]; `_labels`), else from
 small images that are drawn.
+
+`SpeedupLogger` tells whether the ranks are kept fed. To see it say that they are not:
+
+    kerasmgpu run -np 2 -- python examples/tfrecord_pipeline.py --slow-input-ms 100
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,27 +90,42 @@ def write_records(folder: Path, images: Images, num_files: int) -> None:
 class Pipeline:
     """Batches from some files.
 
+    Args:
+        files: to read.
+        batch_size: rows of a batch, of this rank alone.
+        num_threads: for reading and decoding.
+        shuffle: whether in another order in each epoch.
+        wait_seconds: to wait for each batch, as for a slow disk.
+
     Attributes:
         num_decoded: images decoded so far.
     """
 
-    def __init__(self, files: list[str], batch_size: int, num_threads: int) -> None:
+    def __init__(
+        self,
+        files: list[str],
+        batch_size: int,
+        num_threads: int,
+        shuffle: bool = False,
+        wait_seconds: float = 0.0,
+    ) -> None:
         with tf.device("CPU:0"):
             self.num_decoded = tf.Variable(0, dtype=tf.int64, trainable=False)
-        self.dataset = (
-            tf.data.Dataset.from_tensor_slices(files)
-            .shuffle(len(files))
-            .interleave(
-                tf.data.TFRecordDataset,
-                cycle_length=min(4, len(files)),
-                block_length=16,
-                num_parallel_calls=num_threads,
-            )
-            .shuffle(2048)  # before decoding: JPEG bytes are small
-            .map(self._decode, num_parallel_calls=num_threads)
-            .batch(batch_size)
-            .prefetch(tf.data.AUTOTUNE)
+        names = tf.data.Dataset.from_tensor_slices(files)
+        records = (names.shuffle(len(files)) if shuffle else names).interleave(
+            tf.data.TFRecordDataset,
+            cycle_length=min(4, len(files)),
+            block_length=16,
+            num_parallel_calls=num_threads,
         )
+        if shuffle:  # before decoding: JPEG bytes are small
+            records = records.shuffle(2048)
+        batches = records.map(self._decode, num_parallel_calls=num_threads)
+        batches = batches.batch(batch_size)
+        if wait_seconds:
+            batches = batches.map(lambda *batch: waited_for(batch, wait_seconds))
+        # The next batches are made while the model trains on one.
+        self.dataset = batches.prefetch(4)
 
     def _decode(self, record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         features = {
@@ -117,6 +137,18 @@ class Pipeline:
         image = tf.ensure_shape(image, [32, 32, 3])
         self.num_decoded.assign_add(1)
         return tf.cast(image, tf.float32) / 255, example["label"]
+
+
+def waited_for(batch: tuple[tf.Tensor, ...], seconds: float) -> tuple[tf.Tensor, ...]:
+    wait = tf.numpy_function(lambda: time.sleep(seconds), [], [])
+    with tf.control_dependencies([wait]):
+        return tuple(tf.identity(part) for part in batch)
+
+
+def threads_of_rank(local_size: int) -> int:
+    """This rank's share of the host's cores; a CPU rank already keeps to its own."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, cores // local_size if cores == os.cpu_count() else cores)
 
 
 def build_model() -> keras.Model:
@@ -139,6 +171,12 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=128, help="over all ranks")
     parser.add_argument("--num-files", type=int, default=16, help="of training images")
+    parser.add_argument(
+        "--slow-input-ms",
+        type=float,
+        default=0.0,
+        help="wait as long for each training batch of a rank",
+    )
     parser.add_argument(
         "--records-dir",
         type=Path,
@@ -169,11 +207,16 @@ def main() -> None:
     if strategy.is_rank_zero:
         print(f"data: {archive if real else 'drawn images'}: {args.records_dir}")
 
-    # Global batch size over ranks, and this host's cores over its ranks.
-    rows = max(1, args.batch_size // strategy.size)
-    num_threads = max(1, (os.cpu_count() or 1) // strategy.local_size)
-    train = Pipeline(strategy.shard(files["train"]), rows, num_threads)
-    test = Pipeline(strategy.shard(files["test"]), rows, num_threads)
+    # This rank's rows of the global batch: ranks may have different numbers.
+    before, after = (
+        args.batch_size * rank // strategy.size
+        for rank in (strategy.rank, strategy.rank + 1)
+    )
+    rows, num_threads = after - before, threads_of_rank(strategy.local_size)
+    wait_seconds = args.slow_input_ms / 1e3
+    train_files, test_files = (strategy.shard(files[s]) for s in ("train", "test"))
+    train = Pipeline(train_files, rows, num_threads, True, wait_seconds)
+    test = Pipeline(test_files, rows, num_threads)
 
     model = build_model()
     model.compile(
@@ -183,7 +226,11 @@ def main() -> None:
     )
     model = strategy.wrap(model)
     history = model.fit(
-        train.dataset, epochs=args.epochs, validation_data=test.dataset, verbose=2
+        train.dataset,
+        epochs=args.epochs,
+        validation_data=test.dataset,
+        callbacks=[kerasmgpu.callbacks.SpeedupLogger()],
+        verbose=2,
     )
 
     decoded = strategy.all_gather(train.num_decoded[tf.newaxis] // args.epochs)

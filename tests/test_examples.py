@@ -129,6 +129,17 @@ def test_no_rank_decodes_what_it_does_not_need(data_source, tmp_path):
     one(r"an epoch, by rank: \[60, 30\], together 90", ended)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_slowed_pipeline_is_called_input_bound(tmp_path, ranks):
+    options = ("--records-dir", str(tmp_path), "--limit", "400", "--epochs", "2")
+    slow = ("--batch-size", "32", "--slow-input-ms", "60")
+    ended = run_example("tfrecord_pipeline.py", *options, *slow, ranks=ranks)
+    # 60 ms a batch, of which a step of 16 rows hides few.
+    share = r"(\d+)% of the step"
+    found = one(rf"Why not more: input-bound: .*?{share}", ended)
+    assert int(found[0]) > 50
+
+
 def test_drawn_images_are_what_they_say(data_source):
     import tensorflow as tf
     import tfrecord_pipeline
