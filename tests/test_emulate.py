@@ -80,6 +80,26 @@ def test_gradients_wait_backward():
     assert not any(np.any(g) for g in gradients)
 
 
+def test_a_device_goes_on_while_its_host_is_late(monkeypatch):
+    now = [10.0]
+
+    def sleep(seconds):
+        now[0] += seconds + 0.25  # it is woken up late
+
+    monkeypatch.setattr(emulate.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(emulate.time, "sleep", sleep)
+    device = emulate.Device()
+    device.compute(1.0, starts=True)
+    assert now[0] == 11.25
+    device.compute(1.0, starts=False)
+    assert now[0] == 12.25
+    device.compute(0.125, starts=False)  # done before it was asked for
+    assert now[0] == 12.5
+    now[0] = 20.0  # what comes between steps takes its time
+    device.compute(1.0, starts=True)
+    assert now[0] == 21.25
+
+
 def test_summary():
     def taken(seconds):
         return [{"median_step_seconds": s, "gradient_bytes": 1000} for s in seconds]

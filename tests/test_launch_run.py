@@ -62,6 +62,14 @@ def test_openmpi_reduces_in_a_ring_and_yields() -> None:
     assert f"[0] 4 1 {cores}" in own.out
 
 
+def test_ranks_share_a_session_but_no_group() -> None:
+    """Linux lets no thread yield to one of another session (autogroups)."""
+    ended = run("-np", "3", *python("print('in', os.getsid(0), os.getpgrp())"))
+    found = [line.split()[2:] for line in ended.out.splitlines()]
+    assert len({session for session, _ in found}) == 1
+    assert len({group for _, group in found}) == 3
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 @pytest.mark.parametrize("wanted", ["1", "0"])
 def test_ranks_keep_to_cores_of_their_own(wanted: str) -> None:

@@ -222,8 +222,7 @@ class Agent:
                 stderr=subprocess.PIPE,
                 # MPI starters hand on open sockets (PMI_FD): leave them open.
                 close_fds=False,
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=_prepare_child,
             )
         except (OSError, subprocess.SubprocessError) as error:
             self._tail = [f"{command[0]} cannot be started: {error}"]
@@ -341,7 +340,7 @@ class Agent:
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
-            # The program is the leader of its own session and so of a group.
+            # The program is the leader of a group of its own.
             os.killpg(process.pid, number)
             if number not in (signal.SIGKILL, signal.SIGSTOP):
                 os.killpg(process.pid, signal.SIGCONT)
@@ -372,8 +371,14 @@ class Agent:
                 pass
 
 
-def _die_with_parent() -> None:
-    """In the child, before the program: killed when the agent dies."""
+def _prepare_child() -> None:
+    """In the child, before the program: killed when the agent dies; a group of its own.
+
+    But no session of its own: Linux schedules sessions as groups (`sched(7)`, "The
+    autogroup feature"), between which `sched_yield`, by which ranks wait, does not give
+    way. Ranks that share a core then waited tens of milliseconds for each other.
+    """
+    os.setpgid(0, 0)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)

@@ -86,6 +86,31 @@ def layers_of(model: Any) -> list[tuple[list[tuple[int, ...]], float]]:
     return found
 
 
+class Device:
+    """What a device does with the layers of a step: one after the other, in a queue.
+
+    The first layer begins when it is asked for, so what a step does before it (the
+    update, the exchange that it waits for, the next batch) takes its time. A later one
+    begins when the one before it ends, also where this program, which has handed both
+    over before, is woken up late: a device's queue does not wait for its host.
+    """
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+
+    def compute(self, seconds: float, starts: bool) -> None:
+        """Returns when a layer is done.
+
+        Args:
+            seconds: that it takes.
+            starts: whether it is the first of a step.
+        """
+        if starts:
+            self._free_at = time.perf_counter()
+        self._free_at += seconds
+        time.sleep(max(0.0, self._free_at - time.perf_counter()))
+
+
 def emulated_model(
     layers: Sequence[tuple[Sequence[tuple[int, ...]], float]], step_seconds: float
 ) -> Any:
@@ -98,22 +123,27 @@ def emulated_model(
     import keras
     import tensorflow as tf
 
-    def wait(x: Any, seconds: float) -> Any:
-        def sleep(value: Any) -> Any:
-            time.sleep(seconds)
+    device = Device()
+
+    def wait(x: Any, seconds: float, starts: bool = False) -> Any:
+        def compute(value: Any) -> Any:
+            device.compute(seconds, starts)
             return value
 
-        waited = tf.numpy_function(sleep, [x], x.dtype)
+        waited = tf.numpy_function(compute, [x], x.dtype)
         waited.set_shape(x.shape)
         return waited
 
     class Waiting(keras.layers.Layer):
         """Hands its input on, after a while; gradients of 0 for its weights."""
 
-        def __init__(self, shapes: Sequence[tuple[int, ...]], seconds: float) -> None:
+        def __init__(
+            self, shapes: Sequence[tuple[int, ...]], seconds: float, starts: bool
+        ) -> None:
             super().__init__()
             self.seconds = seconds
             self.shapes = shapes
+            self.starts = starts
 
         def build(self, input_shape: Any) -> None:
             self.own = [self.add_weight(shape=shape) for shape in self.shapes]
@@ -129,12 +159,15 @@ def emulated_model(
                     zero = 0.0 * tf.reduce_sum(dx)  # there only after the wait
                     return (dx, *(tf.fill(shape, zero) for shape in self.shapes))
 
-                return wait(x, FORWARD_SHARE * self.seconds), backward
+                return wait(x, FORWARD_SHARE * self.seconds, self.starts), backward
 
             return compute(x, *(tf.convert_to_tensor(weight) for weight in self.own))
 
     total = sum(cost for _, cost in layers)
-    parts = [Waiting(s, step_seconds * cost / total) for s, cost in layers]
+    parts = [
+        Waiting(shapes, step_seconds * cost / total, starts=number == 0)
+        for number, (shapes, cost) in enumerate(layers)
+    ]
     return keras.Sequential([keras.Input((1,)), *parts])
 
 
