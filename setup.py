@@ -39,6 +39,7 @@ setup(
         "kerasmgpu.launch",
         "kerasmgpu.layers",
         "kerasmgpu.perf",
+        "kerasmgpu.perf.rivals",
     ],
     package_dir={"kerasmgpu.callbacks": "callbacks"},
     package_data={"kerasmgpu": ["py.typed"]},

@@ -12,7 +12,15 @@ import pytest
 
 from kerasmgpu.cli import main
 from kerasmgpu.errors import InvalidArgumentError, LaunchError
-from kerasmgpu.perf import all_reduce, blocks, measure, prediction, scaling, workloads
+from kerasmgpu.perf import (
+    all_reduce,
+    blocks,
+    measure,
+    prediction,
+    rivalry,
+    scaling,
+    workloads,
+)
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -37,6 +45,19 @@ CORES = len(os.sched_getaffinity(0))
         (["--collectives", "--trace", "a.json"], "one thing to measure at a time"),
         (["--trace", "a.json", "--json", "b.json"], "--trace writes no json"),
         (["--collectives", "--np", "1"], "two ranks or more for --collectives"),
+        (["--beside", "mxnet"], "different ones of unfused, bare, tf_keras, torch"),
+        (["--beside", "bare,bare"], "Received: --beside bare,bare"),
+        (["--beside", "bare", "--np", "1"], "two ranks or more for --beside"),
+        (["--beside", "bare", "--plot", "out.png"], "--beside writes no plot"),
+        (
+            ["--beside", "torch", "--model", "mlp"],
+            "mnist_cnn or resnet20 with --beside",
+        ),
+        (
+            ["--beside", "torch", "--beside-python", "/no/python"],
+            "/no/python, which is no program. Make one: python -m venv",
+        ),
+        (["--beside", "bare", "--beside-python", "x"], "--beside torch beside"),
         (["--json", "/no/such/folder/out.json"], "Expected a FILE that can be written"),
     ],
 )
@@ -231,3 +252,26 @@ def test_all_reduces_by_size(tmp_path, capfd, monkeypatch):
     for figures in results.values():
         for name in ("horovod", "kerasmgpu", "copy"):
             assert 0 < figures[f"{name}_seconds"][0] < 1
+
+
+def test_tf_keras_has_to_be_there(monkeypatch, capfd):
+    monkeypatch.setattr(rivalry.importlib.util, "find_spec", lambda name: None)
+    assert main(["bench", "--np", "2", "--beside", "tf_keras"]) == 1
+    assert "pip install --no-deps tf_keras==2." in capfd.readouterr().err
+
+
+@pytest.mark.skipif(CORES < 2, reason="a rank a core is measured")
+def test_beside_a_rival(tmp_path, capfd):
+    path = tmp_path / "record.json"
+    options = ("--model", "mlp", "--np", "2", "--rounds", "1", "--seconds", "0.2")
+    assert main(["bench", *options, "--beside", "bare", "--json", str(path)]) == 0
+    assert "gradients averaged by" in capfd.readouterr().out
+    record = json.loads(path.read_text())
+    taken = record["raw"]["rounds"][0]
+    assert len(taken["kerasmgpu"]) == len(taken["bare"]) == 2
+    ours, theirs = (
+        sum(rank["samples_per_second"] for rank in taken[name])
+        for name in ("kerasmgpu", "bare")
+    )
+    assert record["results"]["bare"]["ours_to_it"] == [pytest.approx(ours / theirs)]
+    assert record["rivals"]["bare"].startswith("bare 3.")

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kerasmgpu.cli import _bench_beside as bench_beside
 from kerasmgpu.cli import _bench_emulated as bench_emulated
 from kerasmgpu.errors import InvalidArgumentError
 
@@ -61,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="instead: all-reduces by size, with Horovod's own settings and ours",
     )
+    bench_beside.add_arguments(parser)
     bench_emulated.add_arguments(parser)
 
 
@@ -70,6 +72,8 @@ def main(args: argparse.Namespace) -> int:
     if args.emulate_step_seconds is not None or args.all_reduce is not None:
         return bench_emulated.main(args)
     bench_emulated.check_not_used(args)
+    if args.beside is not None:
+        return _measure_beside(args)
     if args.collectives:
         return _measure_collectives(args)
     if args.tune is not None:
@@ -255,6 +259,22 @@ def _trace(args: argparse.Namespace) -> int:
     return 0
 
 
+def _measure_beside(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from kerasmgpu.perf import record
+
+    size = _ranks_of_one_job(args, len(os.sched_getaffinity(0)), "--beside")
+    table, results, raw, facts = bench_beside.measure(args, size)
+    console = Console()
+    console.print(table)
+    _say_how(console, args, raw)
+    if args.json is not None:
+        record.write_record(args.json, record.make_record(results, raw, **facts))
+        console.print(f"record: {args.json}")
+    return 0
+
+
 def _measure_collectives(args: argparse.Namespace) -> int:
     from rich.console import Console
 
@@ -325,14 +345,18 @@ def _check(args: argparse.Namespace) -> None:
             "Expected --rounds and --seconds to be positive. Received: --rounds "
             f"{args.rounds} --seconds {args.seconds:g}."
         )
-    modes = ("collectives", "tune", "trace", "emulate_step_seconds", "all_reduce")
+    bench_beside.check(args)
+    modes = (
+        *("beside", "collectives", "tune", "trace"),
+        *("emulate_step_seconds", "all_reduce"),
+    )
     chosen = [name.replace("_", "-") for name in modes if getattr(args, name)]
     if len(chosen) > 1:
         raise InvalidArgumentError(
             "Expected one thing to measure at a time. Received: --"
             f"{' --'.join(chosen)}."
         )
-    unused = {"collectives": ("plot",), "tune": ("json", "plot")}
+    unused = {"collectives": ("plot",), "beside": ("plot",), "tune": ("json", "plot")}
     unused["trace"] = unused["tune"]
     unused |= {"all-reduce": ("plot",), "emulate-step-seconds": ()}
     for mode in chosen:

@@ -77,6 +77,7 @@ class Blocks:
         batch_size: int | None = None,
         environ: Mapping[str, str] | None = None,
         gloo: bool = False,
+        unfused: bool = False,
     ) -> list[dict[str, Any]]:
         """A wrapped model on the ranks of one job, as `kerasmgpu run` starts it.
 
@@ -85,14 +86,57 @@ class Blocks:
             batch_size: of each; the workload's own where None.
             environ: variables for the ranks.
             gloo: whether they exchange over Gloo.
+            unfused: whether BatchNormalization is left to Keras's own operations.
 
         Returns:
             What each rank measured.
         """
         with tempfile.TemporaryDirectory(prefix="kerasmgpu-bench-") as folder:
-            options = _batch_option(batch_size)
+            options = _batch_option(batch_size) + ["--unfused"] * unfused
             program = self._program("ranks", folder, "--count", str(count), *options)
             return self._job(count, program, folder, environ, gloo)
+
+    def rival_on_horovod(
+        self, count: int, share: int, kind: str, environ: Mapping[str, str]
+    ) -> list[dict[str, Any]]:
+        """What else trains on Horovod, on ranks that each keep to their cores.
+
+        Args:
+            count: ranks.
+            share: cores for each.
+            kind: of `rivals.on_horovod`.
+            environ: variables for the ranks.
+
+        Returns:
+            What each rank measured.
+        """
+        with tempfile.TemporaryDirectory(prefix="kerasmgpu-bench-") as folder:
+            program = [sys.executable, "-m", "kerasmgpu.perf.rivals.on_horovod", kind]
+            program += ["--count", str(count), "--share", str(share)]
+            program += self._workload(folder)
+            return self._job(count, program, folder, environ)
+
+    def rival_torch(self, count: int, share: int, python: str) -> list[dict[str, Any]]:
+        """PyTorch's DistributedDataParallel on ranks that each keep to their cores.
+
+        Args:
+            count: ranks.
+            share: cores for each.
+            python: an interpreter that has PyTorch.
+
+        Returns:
+            What each rank measured.
+        """
+        path = Path(__file__).parent / "rivals" / "torch_ddp.py"
+        with tempfile.TemporaryDirectory(prefix="kerasmgpu-bench-") as folder:
+            commands = []
+            for rank in range(count):
+                own = self.cores[rank * share : (rank + 1) * share]
+                options = ["--rank", str(rank), "--count", str(count)]
+                options += ["--cores", ",".join(map(str, own))]
+                program = [python, str(path), *self._workload(folder)]
+                commands.append([*program, *options])
+            return self._results(commands, folder, count)
 
     def all_reduces(
         self, count: int, sizes: Sequence[int], environ: Mapping[str, str]
@@ -191,9 +235,12 @@ class Blocks:
 
     def _program(self, kind: str, folder: str, *extra: str) -> list[str]:
         program = [sys.executable, "-m", "kerasmgpu.perf.measure", kind, *extra]
-        program += ["--model", self.model, "--folder", folder]
-        program += ["--warmup-steps", str(self.warmup_steps)]
-        return [*program, "--seconds", str(self.seconds)]
+        return program + self._workload(folder)
+
+    def _workload(self, folder: str) -> list[str]:
+        options = ["--model", self.model, "--folder", folder]
+        options += ["--warmup-steps", str(self.warmup_steps)]
+        return [*options, "--seconds", str(self.seconds)]
 
     def _results(
         self, commands: Sequence[Sequence[str]], folder: str, count: int

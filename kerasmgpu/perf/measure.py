@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=1, help="plain processes")
     parser.add_argument("--wrapped-first", action="store_true", help="in pairs")
     parser.add_argument("--batch-size", type=int, help="of each process")
+    parser.add_argument("--unfused", action="store_true", help="BatchNormalization")
     args = parser.parse_args(argv)
     if args.cores is not None:
         # Before TensorFlow is imported, which makes a thread a core.
@@ -67,7 +68,7 @@ def measure_throughput(
     if args.kind == "ranks":
         import kerasmgpu
 
-        strategy = kerasmgpu.HorovodStrategy()
+        strategy = kerasmgpu.HorovodStrategy(fuse_batch_norm=not args.unfused)
         size, index = strategy.size, strategy.rank
         if size != args.count:
             raise LaunchError(
