@@ -79,7 +79,9 @@ class RankJobs:
     def _run(self, items: list[pytest.Item]) -> None:
         """Runs a job; where it ends early, the rest is left for the next one."""
         size = size_of(items[0])
-        with tempfile.TemporaryDirectory(prefix="kerasmgpu-test-") as name:
+        with tempfile.TemporaryDirectory(
+            prefix="kerasmgpu-test-", ignore_cleanup_errors=True
+        ) as name:
             folder = pathlib.Path(name)
             code, output = self._launch(items, size, folder)
             for index, item in enumerate(items):
@@ -119,6 +121,8 @@ class RankJobs:
             "PATH": _path(),
             FOLDER_VARIABLE: str(folder),
             "OMPI_MCA_mpi_yield_when_idle": "1",
+            # Jobs that share the default one remove each other's folders.
+            "PRTE_MCA_prte_local_tmpdir_base": str(folder),
             "OMP_NUM_THREADS": threads,
             "TF_NUM_INTRAOP_THREADS": threads,
             "TF_NUM_INTEROP_THREADS": threads,

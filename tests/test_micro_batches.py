@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 
 import keras
 import numpy as np
+import psutil
 import pytest
 import tensorflow as tf
 from keras import layers
-from ranks import assert_same, classification, cross_entropy, dense_net, one_and_all
+from ranks import (
+    SEED,
+    assert_same,
+    classification,
+    cross_entropy,
+    dense_net,
+    one_and_all,
+)
 
 import kerasmgpu
 from kerasmgpu.collectives import topology
@@ -264,6 +273,48 @@ def test_auto_no_row_fits():
     words = f"Rank {strategy.rank} of 2: .*one row on rank.s. 1 of 2"
     with pytest.raises(MemoryError, match=words):
         model.fit(x, y, verbose=0)
+
+
+class OneTightStep(keras.callbacks.Callback):
+    """During the first step the process gets no more than so much more memory."""
+
+    def __init__(self, megabytes):
+        super().__init__()
+        self.bytes = megabytes << 20
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 0:
+            in_use = psutil.Process().memory_info().vms
+            resource.setrlimit(resource.RLIMIT_AS, (in_use + self.bytes, -1))
+
+    def on_train_batch_end(self, batch, logs=None):
+        resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+
+
+@pytest.mark.world_size(2)
+def test_auto_when_the_allocator_fails(capsys):
+    """TensorFlow's own error, for memory that the system does not give."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(4096, 8)).astype("float32")
+    y = generator.integers(0, 4, size=4096)
+
+    def build():
+        keras.utils.set_random_seed(SEED)
+        # 2,048 rows on a rank: 78 MiB each time that they are held.
+        wide = [layers.Dense(10_000), *[layers.Activation("tanh") for _ in range(3)]]
+        return compiled(keras.Sequential([keras.Input((8,)), *wide, layers.Dense(4)]))
+
+    def train(model, callbacks):
+        model.fit(x[:8], y[:8], verbose=0)  # threads and variables are there then
+        return model.fit(x, y, batch_size=4096, verbose=0, callbacks=callbacks)
+
+    # The plain one later: what TensorFlow has got, it keeps.
+    ranked = kerasmgpu.HorovodStrategy(micro_batch_size="auto").wrap(build())
+    result = train(ranked, [OneTightStep(200)] if topology().rank == 1 else [])
+    said = capsys.readouterr().out.count("memory did not suffice on rank(s) 1 of 2")
+    assert (said > 0) == topology().is_rank_zero
+    one = build()
+    assert_same(one, train(one, []), ranked, result)
 
 
 MEMORY = """
