@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import types
 
 import numpy as np
@@ -15,6 +17,7 @@ from kerasmgpu.errors import InvalidArgumentError, LaunchError
 from kerasmgpu.perf import (
     all_reduce,
     blocks,
+    emulate,
     measure,
     prediction,
     rivalry,
@@ -40,6 +43,8 @@ CORES = len(os.sched_getaffinity(0))
         (["--np", "4096"], rf"there are {CORES} core(s). Received: --np 4096"),
         (["--rounds", "0"], "--rounds and --seconds to be positive"),
         (["--seconds", "0"], "--rounds and --seconds to be positive"),
+        (["--seconds", "inf"], "--seconds inf"),
+        (["--seconds", "nan"], "--seconds nan"),
         (["--plot", "/no/such/out.png"], "Expected a FILE that can be written"),
         (["--plot", "out.txt"], "to end in .png, .svg or .pdf"),
         (["--collectives", "--trace", "a.json"], "one thing to measure at a time"),
@@ -203,10 +208,12 @@ def test_strong_scaling_shares_one_batch():
 
 
 def record(**changes):
+    fit = {"compute": 0.2, "exchange": 0.01, "each": 0.001}
     made = {
         "model": "mlp",
+        "mode": "weak",
         "gradient_bytes": 10_000_000,
-        "results": {"2": {"alone_step_seconds": [0.1, 0.3, 0.2]}},
+        "fit": {**fit, "residuals": {"1": 0.0, "2": 0.0}, "left_out": {}},
     }
     return {k: v for k, v in {**made, **changes}.items() if v is not None}
 
@@ -215,11 +222,42 @@ def test_predictions_by_hand(tmp_path):
     path = tmp_path / "record.json"
     path.write_text(json.dumps(record()))
     measured = prediction.read_record(path)
-    assert (measured.step_seconds, measured.gradient_bytes) == (0.2, 10_000_000)
-    ring = prediction.step_seconds(measured, 4, "ring", 1e8, 0.001)
+    ring = measured.on_links(4, "ring", 1e8, 0.001)
     assert ring == pytest.approx(0.2 + 1.5 * 0.1 + 0.006)
-    server = prediction.step_seconds(measured, 4, "server", 1e8, 0.001)
+    assert measured.speedup(4, ring) == pytest.approx(4 * 0.2 / 0.356)
+    server = measured.on_links(4, "server", 1e8, 0.001)
     assert server == pytest.approx(0.2 + 6 * 0.1 + 0.002)
+    assert measured.steps.step_seconds(4) == pytest.approx(0.2 + 1.5 * 0.01 + 0.003)
+    path.write_text(json.dumps(record(mode="strong")))
+    strong = prediction.read_record(path)
+    assert strong.on_links(4, "ring", 1e8, 0.0) == pytest.approx(0.05 + 0.15)
+    assert strong.speedup(4, 0.2) == pytest.approx(1.0)
+
+
+def test_emulated_steps_are_fitted_and_predicted(tmp_path, capfd):
+    """Four numbers of processes, one of which can be left out."""
+    results = {
+        "ring": {
+            str(n): {"step_seconds": [0.1 + 0.02 * (2 - 2 / n) + 0.003 * (n - 1)]}
+            for n in (2, 4, 8, 1)
+        }
+    }
+    fits = emulate.fits_of(results)
+    assert fits["ring"]["exchange"] == pytest.approx(0.02)
+    assert fits["ring"]["left_out"] == pytest.approx({"2": 0, "4": 0, "8": 0})
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(record(emulated=True, fit=None, fits=fits)))
+    plot = ("--plot", str(tmp_path / "predicted.svg"))
+    assert main(["predict", "--record", str(path), "--np", "8", *plot]) == 0
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "emulated devices: mlp, predicted (not measured): links as meas" in printed
+    assert re.search(r"Fitted without one number.* N=2: [+-]0\.0%, N=4", printed)
+    assert "156.0" in printed  # 100 + 2 * 7/8 * 20 + 7 * 3 ms
+    assert (tmp_path / "predicted.svg").exists()
+
+
+BAD_FIT = {"compute": math.nan, "exchange": 0, "each": 0}
+ZERO_FIT = {**dict.fromkeys(BAD_FIT, 0), "residuals": {"1": 0}, "left_out": {}}
 
 
 @pytest.mark.parametrize(
@@ -227,9 +265,15 @@ def test_predictions_by_hand(tmp_path):
     [
         ("not json", "cannot be read"),
         (record(gradient_bytes=None), "lacks the field gradient_bytes"),
-        (record(results=None), "lacks the field results"),
-        (record(results={"1": {}}), "no measurement of two ranks"),
-        (record(results={"2": {}}), "lacks the field results.2.alone_step_seconds"),
+        (record(gradient_bytes="9"), "Received: '9'"),
+        (record(mode="odd"), "Received: 'odd'"),
+        (record(fit=None), "lacks the field fit."),
+        (record(fit={}), "no measurement of two ranks"),
+        (record(fit={"compute": 1}), "lacks the field fit.exchange"),
+        (record(fit=BAD_FIT), "Received: nan"),
+        (record(fit=ZERO_FIT), "some computing"),
+        (record(emulated=True), "lacks the field fits."),
+        ([1], "lacks the field model"),
     ],
 )
 def test_a_record_with_missing_fields_is_refused(made, message, tmp_path, capfd):
@@ -237,7 +281,7 @@ def test_a_record_with_missing_fields_is_refused(made, message, tmp_path, capfd)
     path.write_text(made if isinstance(made, str) else json.dumps(made))
     options = ("--record", str(path), "--bandwidth", "1gbit")
     assert main(["predict", *options]) == 1
-    assert message in capfd.readouterr().err
+    assert message in " ".join(capfd.readouterr().err.split())
 
 
 @pytest.mark.skipif(CORES < 2, reason="a rank a core is measured")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import sys
 
 import numpy as np
+import psutil
 import pytest
 from ranks import strategy
 
@@ -20,6 +23,14 @@ from kerasmgpu.perf import blocks, emulate, network
     [
         (["--emulate-step-seconds", "0.1"], "two ranks or more to emulate"),
         (["--emulate-step-seconds", "0", "--np", "2"], "Received: 0"),
+        (["--emulate-step-seconds", "nan", "--np", "2"], "Received: nan"),
+        (["--emulate-step-seconds", "inf", "--np", "2"], "Received: inf"),
+        (["--emulate-step-seconds", "1", "--np", "65"], "at most 64 ranks"),
+        (["--all-reduce", "9" * 400, "--np", "2"], "up to 2 GB"),
+        (
+            ["--all-reduce", "4kb", "--np", "2", "--bandwidth", "9" * 400 + "gbit"],
+            "such as 25gbit",
+        ),
         (
             ["--emulate-step-seconds", "1", "--np", "2", "--model", "embedding"],
             "gradients are dense",
@@ -120,6 +131,15 @@ def test_summary():
         emulate.check("mlp", 60)
 
 
+def test_cost_lines_by_hand():
+    lines = emulate.cost_lines(0.1, 1000, 1e4, 3)  # 0.1 s for the bytes, once
+    after = lines["cost model, ring: after computing"]
+    assert after == pytest.approx({1: 1, 2: 1.0, 3: 0.3 / (0.1 + 4 / 3 * 0.1)})
+    behind = lines["cost model, server: behind computing"]
+    assert behind == pytest.approx({1: 1, 2: 1.0, 3: 0.75})
+    assert len(lines) == 4
+
+
 @pytest.mark.world_size(2)
 def test_sum_at_root():
     import tensorflow as tf
@@ -163,4 +183,40 @@ def test_an_all_reduce_over_slow_links(tmp_path, capfd):
     # A burst of the link is free; more than that, and it would not be slow.
     assert results["seconds"][0] > 0.05
     left = subprocess.run(["ip", "link"], capture_output=True, text=True, check=True)
-    assert f"kmg{os.getpid() % 10000}" not in left.stdout
+    assert f"kmg{os.getpid()}" not in left.stdout
+
+
+def test_hosts_of_a_process_that_was_killed_are_removed(tmp_path):
+    reason = network.why_not()
+    if reason is not None:
+        if os.environ.get("CI"):
+            pytest.fail(f"left hosts must be tested in CI: {reason}")
+        pytest.skip(f"this machine cannot make hosts: {reason}")
+    program = (
+        "import os, pathlib, signal, sys\n"
+        "from kerasmgpu.perf.network import VirtualHosts\n"
+        "folder, binaries = map(pathlib.Path, (sys.argv[1], sys.executable))\n"
+        "made = VirtualHosts(folder / 'x', binaries.parent, ['left'], 1e6)\n"
+        "made.__enter__()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ended = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
+    assert ended.wait(60) == -signal.SIGKILL
+    tag = f"kmg{ended.pid}"
+
+    def left():
+        listed = [["ip", "netns", "list"], ["ip", "link"], ["ls", "/etc/netns"]]
+        said = [subprocess.run(one, capture_output=True, text=True) for one in listed]
+        return "".join(one.stdout for one in said).count(tag)
+
+    assert left() >= 4
+    network.remove_left_hosts()
+    assert left() == 0
+    assert not any(f"{tmp_path}/x/" in _command_line(p) for p in psutil.pids())
+
+
+def _command_line(pid):
+    try:
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return ""

@@ -16,6 +16,11 @@ from typing import Any
 
 from kerasmgpu.errors import InvalidArgumentError
 
+#: Of an all-reduce: a rank holds several copies of it.
+MAX_BYTES = 2 * 10**9
+#: Emulated ranks: each is a process with a TensorFlow of its own.
+MAX_RANKS = 64
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds these options of `kerasmgpu bench`."""
@@ -58,6 +63,11 @@ def main(args: argparse.Namespace) -> int:
             f"Received: --np {args.np or 1}."
         )
     sizes = parse_sizes(args.np)
+    if max(sizes) > MAX_RANKS:
+        raise InvalidArgumentError(
+            f"Expected at most {MAX_RANKS} ranks on this machine. Received: --np "
+            f"{args.np}. `kerasmgpu predict` tells of more."
+        )
     bandwidth = parse_bandwidth(args.bandwidth) if args.bandwidth else None
     if bandwidth is not None:
         check_can_make_hosts()
@@ -100,7 +110,7 @@ def _emulate(
 ) -> int:
     from rich.console import Console
 
-    from kerasmgpu.perf import emulate, plot, record
+    from kerasmgpu.perf import emulate, plot, record, scaling
     from kerasmgpu.perf.blocks import Blocks
 
     emulate.check(args.model, args.emulate_step_seconds)
@@ -130,27 +140,35 @@ def _emulate(
         f"{args.rounds} round(s) of {args.seconds:g} s; medians, and the lowest and "
         f"highest round. Other programs took {load[0]:.0f} % of the processors."
     )
+    fits = emulate.fits_of(results)
+    for exchange, fit in fits.items():
+        console.print(f"Emulated, {exchange}. {scaling.fit_text(fit)}")
+    num_bytes = rounds[0]["1: ring"][0]["gradient_bytes"]
     if args.json is not None:
         made = record.make_record(
             results,
             {"load_of_others_percent": load, "rounds": rounds},
             emulated=True,
             model=args.model,
+            mode="weak",
             step_seconds=args.emulate_step_seconds,
             bandwidth_bytes_per_second=bandwidth,
-            gradient_bytes=rounds[0]["1: ring"][0]["gradient_bytes"],
+            gradient_bytes=num_bytes,
+            fits=fits,
         )
         record.write_record(args.json, made)
         console.print(f"record: {args.json}")
     if args.plot is not None:
-        measured: dict[str, dict[int, list[float]]] = {}
+        measured = {
+            f"emulated, {exchange}": {
+                int(size): by_size[size]["speedup"] for size in by_size if size != "1"
+            }
+            for exchange, by_size in results.items()
+        }
         lines: dict[str, dict[int, float]] = {}
-        for exchange, by_size in results.items():
-            known = sorted((int(size), f) for size, f in by_size.items() if size != "1")
-            measured[f"emulated, {exchange}"] = {n: f["speedup"] for n, f in known}
-            if bandwidth is not None:
-                name = f"{exchange}: compute, then exchange"
-                lines[name] = {n: statistics.median(f["model"]) for n, f in known}
+        if bandwidth is not None:
+            alone = statistics.median(results[exchanges[0]]["1"]["step_seconds"])
+            lines = emulate.cost_lines(alone, num_bytes, bandwidth, max(sizes))
         plot.plot_speedups(args.plot, title, measured, lines)
         console.print(f"plot: {args.plot}")
     return 0
@@ -215,10 +233,11 @@ def _parse_size(text: str) -> int:
     """Bytes of `12.5MB`, `64kb` or `4096`; whole float32 numbers."""
     units = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)b?", text.lower())
-    size = round(float(found[1]) * units[found[2]]) // 4 * 4 if found else 0
-    if size < 4:
+    asked = float(found[1]) * units[found[2]] if found else 0.0
+    size = round(min(asked, MAX_BYTES + 4)) // 4 * 4
+    if not 4 <= size <= MAX_BYTES:
         raise InvalidArgumentError(
-            "Expected --all-reduce as a number of bytes, such as 12.5MB or 4096. "
-            f"Received: {text!r}."
+            "Expected --all-reduce as a number of bytes, such as 12.5MB or 4096, up to "
+            f"{MAX_BYTES // 10**9} GB. Received: {text!r}."
         )
     return size

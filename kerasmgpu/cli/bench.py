@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import statistics
 from collections.abc import Callable
@@ -340,10 +341,11 @@ def _sizes(text: str | None, cores: int) -> list[int]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.rounds < 1 or not args.seconds > 0:
+    if args.rounds < 1 or not 0 < args.seconds < math.inf:
         raise InvalidArgumentError(
-            "Expected --rounds and --seconds to be positive. Received: --rounds "
-            f"{args.rounds} --seconds {args.seconds:g}."
+            "Expected --rounds and --seconds to be positive, and no endless "
+            f"measurement. Received: --rounds {args.rounds} --seconds "
+            f"{args.seconds:g}."
         )
     bench_beside.check(args)
     modes = (

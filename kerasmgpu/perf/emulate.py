@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from kerasmgpu.errors import InvalidArgumentError
 from kerasmgpu.perf.measure import make_clock
 from kerasmgpu.perf.model import ring_seconds, server_seconds
+from kerasmgpu.perf.scaling import describe_fit
 from kerasmgpu.perf.workloads import BATCHES_PER_EPOCH, WORKLOADS
 
 if TYPE_CHECKING:
@@ -262,6 +263,46 @@ def summarize(
     for by_size in results.values():
         by_size["1"] = {"step_seconds": alone, "speedup": [1.0] * len(alone)}
     return results
+
+
+def fits_of(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Exchange → `describe_fit` of its median steps."""
+    return {
+        exchange: describe_fit(
+            {
+                int(size): statistics.median(figures["step_seconds"])
+                for size, figures in by_size.items()
+            },
+            "weak",
+        )
+        for exchange, by_size in results.items()
+    }
+
+
+def cost_lines(
+    alone: float, num_bytes: int, bandwidth: float, largest: int
+) -> dict[str, dict[int, float]]:
+    """Lines of a plot: what the cost model says of both exchanges, up to N processes.
+
+    Args:
+        alone: seconds of a step of one process.
+        num_bytes: of its gradients.
+        bandwidth: of each process's link, bytes/s.
+        largest: N.
+
+    Returns:
+        Label → processes → speed-up.
+    """
+    lines: dict[str, dict[int, float]] = {}
+    for exchange, cost in EXCHANGES.items():
+        seconds = {n: cost(num_bytes, n, bandwidth) for n in range(1, largest + 1)}
+        lines[f"cost model, {exchange}: after computing"] = {
+            n: n * alone / (alone + spent) for n, spent in seconds.items()
+        }
+        lines[f"cost model, {exchange}: behind computing"] = {
+            n: n * alone / max(alone, spent) for n, spent in seconds.items()
+        }
+    return lines
 
 
 def make_table(title: str, results: Mapping[str, Any]) -> Table:

@@ -138,7 +138,7 @@ def parse_bandwidth(text: str) -> float:
         if found is None:
             raise ValueError
         value = float(found[1]) * _UNITS[found[2]]
-        if not value > 0:
+        if not 0 < value < math.inf:
             raise ValueError
     except ValueError:
         raise InvalidArgumentError(
@@ -154,7 +154,10 @@ def parse_seconds(text: str) -> float:
     try:
         if found is None:
             raise ValueError
-        return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}[found[2]]
+        value = float(found[1])
+        if math.isinf(value):
+            raise ValueError
+        return value * {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}[found[2]]
     except ValueError:
         raise InvalidArgumentError(
             f"Expected a time such as 20us, 1.5ms or 0.1s. Received: {text!r}."

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -75,7 +76,7 @@ class VirtualHosts:
         self.names = tuple(names)
         self._bandwidth = bandwidth
         self._path = f"{folder / 'bin'}:{python_bin}:{os.environ['PATH']}"
-        tag = f"kmg{os.getpid() % 10000}"
+        tag = f"kmg{os.getpid()}"
         self._bridge = f"{tag}br"
         self._namespaces = {name: f"{tag}-{name}" for name in self.names}
         self._links = {
@@ -89,6 +90,7 @@ class VirtualHosts:
         self._made_run_sshd = False
 
     def __enter__(self) -> VirtualHosts:
+        remove_left_hosts()
         try:
             self._write_keys()
             _ip("link", "add", self._bridge, "type", "bridge")
@@ -103,15 +105,13 @@ class VirtualHosts:
 
     def __exit__(self, *_: object) -> None:
         for namespace in self._namespaces.values():
-            for pid in self.pids(namespace):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            _end_all(namespace)
         for sshd in self._sshds:
             sshd.wait()
-        for name, namespace in self._namespaces.items():
-            _ip("link", "del", self._links[name], check=False)
-            _ip("netns", "del", namespace, check=False)
-            shutil.rmtree(f"/etc/netns/{namespace}", ignore_errors=True)
+        for link in self._links.values():
+            _ip("link", "del", link, check=False)
+        for namespace in self._namespaces.values():
+            _remove(namespace)
         _ip("link", "del", self._bridge, check=False)
         with contextlib.suppress(OSError):
             os.rmdir("/etc/netns")
@@ -160,10 +160,7 @@ class VirtualHosts:
 
     @staticmethod
     def pids(namespace: str) -> list[int]:
-        result = subprocess.run(
-            ["ip", "netns", "pids", namespace], capture_output=True, text=True
-        )
-        return [int(pid) for pid in result.stdout.split()]
+        return [int(pid) for pid in _told("ip", "netns", "pids", namespace).split()]
 
     def _as_host(self, name: str) -> list[str]:
         # `ip netns exec` gives the network and /etc/hosts, `unshare` a host name.
@@ -252,6 +249,39 @@ class VirtualHosts:
                 if time.monotonic() > deadline:
                     raise LaunchError(f"sshd on {name} does not answer: {said}")
                 time.sleep(0.1)
+
+
+def remove_left_hosts() -> None:
+    """Removes hosts whose process is no more: it was killed, and could not do it."""
+    names = set(re.findall(r"^(kmg\d+-\S+)", _told("ip", "netns", "list"), re.M))
+    links = re.findall(r"^\d+: (kmg\d+(?:br|v\d+))\b", _told("ip", "-o", "link"), re.M)
+    for name in sorted(names):
+        if _is_left(name):
+            _end_all(name)
+            _remove(name)
+    for link in links:
+        if _is_left(link):
+            _ip("link", "del", link, check=False)
+
+
+def _is_left(name: str) -> bool:
+    found = re.match(r"kmg(\d+)", name)
+    return found is not None and not os.path.exists(f"/proc/{found[1]}")
+
+
+def _end_all(namespace: str) -> None:
+    for pid in VirtualHosts.pids(namespace):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _remove(namespace: str) -> None:
+    _ip("netns", "del", namespace, check=False)
+    shutil.rmtree(f"/etc/netns/{namespace}", ignore_errors=True)
+
+
+def _told(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True).stdout
 
 
 def _ip(*arguments: str, check: bool = True) -> None:

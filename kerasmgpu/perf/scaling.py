@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kerasmgpu.errors import InvalidArgumentError
@@ -173,27 +173,38 @@ def _steps_table(table: Table, figures: dict[str, list[float]]) -> Table:
 
 
 def fitted(results: dict[str, dict[str, list[float]]], mode: str) -> dict[str, Any]:
-    """A `StepModel` of the median steps, with how well it fits.
+    """`describe_fit` of the median steps.
 
-    Returns:
-        "compute", "exchange", "each": its seconds. "residuals": processes → the error
-        of the fit, of 1. "left_out": processes → the error where a fit does not see it.
-        Empty without a measurement of two ranks or more.
+    Empty without a measurement of two ranks or more.
     """
     steps: dict[int, float] = {}
     for size, figures in results.items():
         if "ranks_step_seconds" in figures:
             steps.setdefault(1, statistics.median(figures["alone_step_seconds"]))
             steps[int(size)] = statistics.median(figures["ranks_step_seconds"])
-    if not steps:
-        return {}
-    model = fit_steps(steps, mode)
+    return describe_fit(steps, mode) if steps else {}
+
+
+def describe_fit(step_seconds: Mapping[int, float], mode: str) -> dict[str, Any]:
+    """A `StepModel` of measured steps, with how well it fits.
+
+    Args:
+        step_seconds: processes → seconds of a step; of one and of other numbers.
+        mode: "weak" or "strong".
+
+    Returns:
+        "compute", "exchange", "each": its seconds. "residuals": processes → the error
+        of the fit, of 1. "left_out": processes → the error where a fit does not see it.
+    """
+    model = fit_steps(step_seconds, mode)
+    errors = relative_residuals(model, step_seconds)
+    left_out = left_out_errors(step_seconds, mode)
     return {
         "compute": model.compute,
         "exchange": model.exchange,
         "each": model.each,
-        "residuals": {str(n): e for n, e in relative_residuals(model, steps).items()},
-        "left_out": {str(n): e for n, e in left_out_errors(steps, mode).items()},
+        "residuals": {str(size): error for size, error in errors.items()},
+        "left_out": {str(size): error for size, error in left_out.items()},
     }
 
 
