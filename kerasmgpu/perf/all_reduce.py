@@ -3,6 +3,13 @@
 As a program, a rank of the job that is measured:
 
     python -m kerasmgpu.perf.all_reduce --folder DIR --sizes 4096,67108864
+
+"Horovod's own settings" are measured through `strategy.all_reduce` as well, which is a
+plain `hvd.allreduce` in a `tf.function`. A script without this package, of nothing but
+`hvd.init` and `hvd.allreduce` with the same variables, took the same time: 4 KB 1079 us
+here and there, 64 MB 35.6 to 35.7 ms here and 35.2 to 38.7 ms there (2 ranks, pinned
+and not). Fusion is on, but joins only tensors that are ready at once: one alone is not
+copied.
 """
 
 from __future__ import annotations
