@@ -13,10 +13,11 @@ from typing import Any
 import keras
 
 from kerasmgpu.callbacks.backup_folder import BackupFolder
-from kerasmgpu.callbacks.common import check_frequency, required_session
+from kerasmgpu.callbacks.common import check_frequency, required_session, where
 from kerasmgpu.collectives import all_gather_object, broadcast_object, topology
 from kerasmgpu.errors import InvalidArgumentError
 from kerasmgpu.files import on_rank_zero
+from kerasmgpu.shards import cut_values, gather_values, sharded_layers
 from kerasmgpu.state import global_seed
 
 #: What Keras's callbacks remember. Others may have `get_state` and `set_state`.
@@ -72,7 +73,8 @@ class BackupAndRestore(keras.callbacks.Callback):
     model.fit(x, y, batch_size=256, epochs=90, callbacks=[backup])
     ```
 
-    Starting again with another number of ranks works, with the same global batch. Then
+    Starting again with another number of ranks, or another `model_parallel_size`, works
+    with the same global batch: weights and slots are saved whole. Then
     the random states of dropout and augmentation are new ones, and sums over ranks are
     added in another order, so the result is the same to rounding (without dropout), not
     to the bit.
@@ -212,9 +214,12 @@ class BackupAndRestore(keras.callbacks.Callback):
     def _save(self, epoch: int, batch: int, logs: Any) -> None:
         self._due, self._since_saved = False, 0
         state = self._session.resume.take(epoch, batch, logs)
+        best = self._best_weights()
 
         def write() -> None:
             state["kept"] = self._to_keep()
+            for key, weights in best.items():
+                state["kept"]["callbacks"][key]["best_weights"] = weights
             self._folder.save(state)
 
         on_rank_zero(f"save a backup in {self._folder.path}", write)
@@ -231,7 +236,34 @@ class BackupAndRestore(keras.callbacks.Callback):
         saved = self._kept.get("callbacks", {})
         for key, callback in self._others():
             if saved.get(key):
-                _set_state_of(callback, saved[key])
+                _set_state_of(callback, self._of_this_rank(saved[key]))
+
+    def _best_weights(self) -> dict[tuple[str, int], list[Any]]:
+        """What EarlyStopping keeps in parts, whole. Must be called on every rank."""
+        if not sharded_layers(self.model):
+            return {}
+        kept = {
+            key: callback.best_weights
+            for key, callback in self._others()
+            if isinstance(callback, keras.callbacks.EarlyStopping)
+            and callback.best_weights is not None
+        }
+        everyone = all_gather_object(list(kept))
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                raise InvalidArgumentError(
+                    f"{where()}expected the same EarlyStopping callbacks on every "
+                    "rank of a model with sharded layers. Received: with best weights "
+                    f"{everyone[0]} on rank 0 and {theirs} on rank {rank}."
+                )
+        return {key: gather_values(kept[key], self.model.weights) for key in kept}
+
+    def _of_this_rank(self, saved: Any) -> Any:
+        """A callback's state with parts in place of whole weights."""
+        best = saved.get("best_weights") if isinstance(saved, dict) else None
+        if best is None or not sharded_layers(self.model):
+            return saved
+        return {**saved, "best_weights": cut_values(best, self.model.weights)}
 
     def _others(self) -> list[tuple[tuple[str, int], Any]]:
         """The other callbacks, each with its class and its number among that class.
@@ -241,6 +273,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         found = []
         counts: dict[str, int] = {}
         for callback in self._session.callbacks:
+            callback = getattr(callback, "stands_for", callback)
             name = type(callback).__name__
             counts[name] = counts.get(name, -1) + 1
             if callback is not self:

@@ -24,7 +24,7 @@ from kerasmgpu.files import (
     remove_leftovers,
     write_on_rank_zero,
 )
-from kerasmgpu.shards import gathered, sharded_layers, sharded_variables
+from kerasmgpu.shards import gathered, sharded_variables
 from kerasmgpu.state import optimizers_of
 
 
@@ -108,12 +108,6 @@ class RankZeroCheckpoint(keras.callbacks.ModelCheckpoint):
 
     def on_train_begin(self, logs: Any = None) -> None:
         super().on_train_begin(logs)
-        if self.background and sharded_layers(self.model):
-            raise InvalidArgumentError(
-                f"Rank {topology().rank} of {topology().size}: expected "
-                "background=False for a model with sharded layers, whose parts are "
-                "gathered while all ranks wait. Received: background=True."
-            )
         if self.save_best_only:
             check_monitor(self, self.model, session_of(self.model))
         on_rank_zero(f"write checkpoints as {self.filepath}", self._check_folder)
@@ -159,11 +153,11 @@ class RankZeroCheckpoint(keras.callbacks.ModelCheckpoint):
         if not self._should_save_model(epoch, batch, logs, filepath):
             return
         self._settle(wait=True)
-        if self.background:
-            self._write_in_background(filepath)
-        else:
-            parts = sharded_variables(self.model, optimizers_of(self.model))
-            with gathered(parts.values()):
+        parts = sharded_variables(self.model, optimizers_of(self.model))
+        with gathered(parts.values()):
+            if self.background:
+                self._write_in_background(filepath)
+            else:
                 on_rank_zero(f"write {filepath}", lambda: self._write(filepath))
         if self.verbose > 0:
             doing = "saving" if self.background else "finished saving"

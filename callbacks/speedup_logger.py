@@ -15,10 +15,11 @@ from kerasmgpu.callbacks.speedup_report import (
     check_plot,
     read_baseline,
 )
-from kerasmgpu.collectives import all_gather_object, topology
+from kerasmgpu.collectives import all_gather_object, groups, topology
 from kerasmgpu.errors import InvalidArgumentError
 from kerasmgpu.files import on_rank_zero
 from kerasmgpu.perf.model import amdahl_limit, karp_flatt
+from kerasmgpu.shards import sharded_layers
 from kerasmgpu.state import structure_digest
 
 #: Steps at the beginning of `fit` that are left out (the first one traces), and at the
@@ -36,6 +37,12 @@ class SpeedupLogger(keras.callbacks.Callback):
     what it could do: steps of this model without communication, measured on every rank
     at the same time before training, on rows that are made up. Weights, optimizer and
     random states are put back afterwards, to the bit.
+
+    With sharded layers no rank has the model to itself: without a `baseline`, `speedup`,
+    `efficiency` and what follows from them are then not measured, and the report says
+    so. A record of the script with `model_parallel_size=1` on one process serves. What
+    the ranks of a group send each other inside sharded layers counts as computing, not
+    as `reduce_share`. Rows that a group's ranks share count once.
 
     | key | unit |
     |---|---|
@@ -147,6 +154,8 @@ class SpeedupLogger(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         mine = {"periods": self._periods, **self._waits, **self._one}
         mine["rows"] = self._rows_per_step()
+        mine["replicas"] = groups().replicas
+        mine["holds_model"] = not sharded_layers(self.model)
         alone = self._one.get("seconds")
         if self._timers is None and alone:  # one rank: what is not the step itself
             waits = [max(0.0, seconds - alone) for seconds in self._periods]
@@ -164,6 +173,8 @@ class SpeedupLogger(keras.callbacks.Callback):
         self._timers = None
         record = {
             "size": topology().size,
+            "model_parallel_size": groups().model_parallel_size,
+            "not_measured": self._not_measured(),
             "model": structure_digest(self.model),
             "global_batch_size": self._session.global_batch_size,
             "epochs": self.rows,
@@ -179,6 +190,23 @@ class SpeedupLogger(keras.callbacks.Callback):
 
     def set_state(self, saved: dict[str, Any]) -> None:
         self.rows = list(saved["rows"])
+
+    def _not_measured(self) -> list[str]:
+        """What the figures leave out, in sentences."""
+        if not sharded_layers(self.model):
+            return []
+        left_out = (
+            "What ranks of a group send each other inside sharded layers is not "
+            "measured apart: it counts as computing."
+        )
+        if self.baseline is not None:
+            return [left_out]
+        return [
+            "Speed-up and efficiency are not measured: each rank holds a part of the "
+            "sharded layers, so none can time the model alone. Give baseline=, a "
+            "record of this script on one process.",
+            left_out,
+        ]
 
     def _rows_per_step(self) -> float:
         """Rows of a full global batch."""
@@ -210,7 +238,8 @@ def epoch_row(epoch: int, everyone: list[dict[str, Any]]) -> dict[str, Any]:
     step_seconds = statistics.fmean(means)
     rows = everyone[0]["rows"]
     throughput = rows / step_seconds
-    one = _throughput_of_one(everyone, rows, busy)
+    replicas = everyone[0]["replicas"]
+    one = _throughput_of_one(everyone, rows / replicas, busy)
     speedup = throughput / one if one else None
     serial = karp_flatt(speedup, size) if speedup else None
     periods = sorted(p for rank in everyone for p in rank["periods"])
@@ -230,24 +259,39 @@ def epoch_row(epoch: int, everyone: list[dict[str, Any]]) -> dict[str, Any]:
         "amdahl_limit": amdahl_limit(serial) if serial and serial > 0 else None,
     }
     late = (busy[slowest] - statistics.fmean(busy)) / step_seconds
-    row["reason"] = reason(row, min(reduce) / step_seconds, late, inputs)
+    reduce_share = min(reduce) / step_seconds
+    row["reason"] = reason(row, reduce_share, late, inputs, size // replicas)
     return row
 
 
 def _throughput_of_one(
     everyone: list[dict[str, Any]], rows: float, busy: list[float]
-) -> float:
-    """Rows a second of one process: of the record, or the mean of the ranks alone."""
+) -> float | None:
+    """Rows a second of one process: of the record, or the mean of the ranks alone.
+
+    Args:
+        everyone: what each rank measured.
+        rows: of a step that one rank sees.
+        busy: seconds a step of each rank, waits left out.
+
+    Returns:
+        None where ranks hold only parts of the model, and there is no record.
+    """
     if "samples_per_second" in everyone[0]:
         return float(everyone[0]["samples_per_second"])
-    size = len(everyone)
+    if not everyone[0]["holds_model"]:
+        return None
     # Where the shapes are not known before training, a step without its waits.
     alone = [rank["seconds"] or b for rank, b in zip(everyone, busy)]
-    return statistics.fmean(rows / size / seconds for seconds in alone)
+    return statistics.fmean(rows / seconds for seconds in alone)
 
 
 def reason(
-    row: dict[str, Any], reduce_share: float, late_share: float, inputs: list[float]
+    row: dict[str, Any],
+    reduce_share: float,
+    late_share: float,
+    inputs: list[float],
+    model_parallel_size: int = 1,
 ) -> str | None:
     """Why efficiency is low, in a line; None where it is not.
 
@@ -258,7 +302,9 @@ def reason(
         late_share: share of the step that the slowest rank computes longer than the
             mean.
         inputs: seconds a step that each rank waits for data.
+        model_parallel_size: ranks in a group.
     """
+    in_groups = model_parallel_size > 1
     efficiency = row["efficiency"]
     if efficiency is None or efficiency >= _LOW_EFFICIENCY:
         return None
@@ -268,6 +314,12 @@ def reason(
         "reduce": reduce_share,
     }
     cause = max(causes, key=lambda name: causes[name])
+    if causes[cause] < 0.05 and in_groups:
+        return (
+            f"the {model_parallel_size} ranks of a group see the same rows, and "
+            "compute the same in all layers that are not sharded; a smaller "
+            "model_parallel_size is faster where memory allows it"
+        )
     if causes[cause] < 0.05:
         return (
             "the ranks compute more slowly than in calibration: they may share cores "
@@ -291,9 +343,9 @@ def reason(
         return (
             f"one slow rank: rank {row['slowest_rank']} computes "
             f"{row['imbalance']:.0%} longer than the mean and the others wait; look at "
-            'its host, or give it fewer rows with sharding="none"'
+            + ("its host" if in_groups else 'its host, or use sharding="balanced"')
         )
-    return (
-        f"reduce-bound: {causes[cause]:.0%} of the step goes to the reduce; try a "
-        "larger batch, gradient_accumulation_steps, or gradient_compression"
-    )
+    bound = f"reduce-bound: {causes[cause]:.0%} of the step goes to the reduce; try a "
+    if in_groups:
+        return bound + "larger batch"
+    return bound + "larger batch, gradient_accumulation_steps, or gradient_compression"

@@ -151,14 +151,17 @@ class Report:
                 with replaced(self._folder / "speedup.png") as temporary:
                     _draw(temporary, rows, record["size"])
         if verbose:
-            _print_table(rows, record["size"])
+            _print_table(rows, record)
 
 
-def _print_table(rows: list[dict[str, Any]], size: int) -> None:
+def _print_table(rows: list[dict[str, Any]], record: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    size, m = record["size"], record["model_parallel_size"]
     ranks = f"{size} rank{'s' if size > 1 else ''}"
+    if m > 1:
+        ranks += f" ({size // m} group{'s' if size > m else ''} of {m})"
     table = Table(title=f"SpeedupLogger: {ranks} against one process")
     for _, heading, _ in _COLUMNS:
         table.add_column(heading, justify="right")
@@ -170,6 +173,8 @@ def _print_table(rows: list[dict[str, Any]], size: int) -> None:
     reasons = [row["reason"] for row in rows if row["reason"]]
     if reasons:
         console.print(f"Why not more: {reasons[-1]}.", soft_wrap=True, highlight=False)
+    for sentence in record["not_measured"]:
+        console.print(sentence, soft_wrap=True, highlight=False)
 
 
 def _text(value: Any, form: str) -> str:

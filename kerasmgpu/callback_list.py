@@ -13,16 +13,11 @@ import keras
 
 from kerasmgpu.collectives import broadcast_object, topology
 from kerasmgpu.data import ROW_IDS
-from kerasmgpu.errors import InvalidArgumentError
+from kerasmgpu.rank_zero_saves import serving_parts
 from kerasmgpu.shards import sharded_layers
 
 _ORBAX = "OrbaxCheckpoint"
 
-#: Those that write (or read) weights.
-_WEIGHT_CALLBACKS = (
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.BackupAndRestore,
-)
 #: Keras's callbacks that do nothing but write (or read) files.
 FILE_CALLBACKS = (
     keras.callbacks.ModelCheckpoint,
@@ -61,9 +56,10 @@ class RankCallbackList(keras.callbacks.CallbackList):
 
     def __init__(self, callbacks: Any, session: Any, **kwargs: Any) -> None:
         self._session = session
+        given = flat(callbacks)
         if sharded_layers(session.model):
-            _refuse_own_files(flat(callbacks))
-        mine = [c for c in flat(callbacks) if runs_here(c)]
+            given = [serving_parts(callback) for callback in given]
+        mine = [callback for callback in given if runs_here(callback)]
         super().__init__(mine, **kwargs)
         self.callbacks.sort(key=lambda c: getattr(c, "runs_last", False))
 
@@ -121,18 +117,6 @@ class RankCallbackList(keras.callbacks.CallbackList):
         if isinstance(outputs, dict) and ROW_IDS in outputs:
             logs = {**(logs or {}), "outputs": outputs["outputs"]}
         super().on_predict_batch_end(batch, logs)
-
-
-def _refuse_own_files(callbacks: list[Any]) -> None:
-    """What Keras's callbacks save on rank 0 alone would lack the others' parts."""
-    for callback in callbacks:
-        alone = not getattr(callback, "runs_on_all_ranks", False)
-        if alone and isinstance(callback, _WEIGHT_CALLBACKS):
-            raise InvalidArgumentError(
-                f"Rank {topology().rank} of {topology().size}: expected "
-                "kerasmgpu.callbacks.RankZeroCheckpoint to save a model with sharded "
-                f"layers. Received: {type(callback).__name__}."
-            )
 
 
 def runs_here(callback: Any) -> bool:

@@ -9,6 +9,7 @@ the values it can be saved on a thread while training goes on.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
 import os
@@ -25,12 +26,24 @@ from kerasmgpu.collectives import broadcast_object, topology
 from kerasmgpu.errors import KerasMGPUError
 from kerasmgpu.keras_compat import prepare_thread_for_saving
 from kerasmgpu.optimizer import plain_class
-from kerasmgpu.shards import save_variables, slots_of
+from kerasmgpu.shards import (
+    axis_of,
+    given_wholes,
+    save_variables,
+    slots_of,
+    wholes_at_hand,
+)
 from kerasmgpu.state import optimizers_of
 
 
 class SaveError(KerasMGPUError, OSError):
     """A file could not be written. What was there before is still there."""
+
+
+_HELP = "kerasmgpu: help"
+_helped: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "kerasmgpu_helped", default=False
+)
 
 
 # A model as Keras knows it -----------------------------------------------------------
@@ -94,6 +107,8 @@ def _with_class(obj: Any, cls: type) -> Any:
 class Snapshot:
     """The values of a model and its optimizers at one moment.
 
+    Where layers are sharded, to be made inside of `shards.gathered`.
+
     Args:
         model: a model, as a rule wrapped; it may go on training.
     """
@@ -102,12 +117,19 @@ class Snapshot:
         self.model = plain_copy(model)
         owners = (model, *optimizers_of(model))
         variables = {id(v): v for owner in owners for v in owner.variables}
-        self._values = [(v, tf.identity(v.value)) for v in variables.values()]
+        self._wholes = wholes_at_hand()
+        self._values = [
+            (v, tf.identity(v.value)) for v in variables.values() if axis_of(v) is None
+        ]
 
     def save(self, filepath: Any, weights_only: bool = False) -> None:
         """Writes the values of that moment; may be called on another thread."""
         prepare_thread_for_saving()  # Keras keeps this, and the scope, by thread
-        with keras.StatelessScope(self._values), replaced(filepath) as temporary:
+        with (
+            given_wholes(self._wholes),
+            keras.StatelessScope(self._values),
+            replaced(filepath) as temporary,
+        ):
             if weights_only:
                 self.model.save_weights(temporary)
             else:
@@ -142,7 +164,9 @@ def write_on_rank_zero(
         write(temporary, *args, **kwargs)
 
 
-def on_rank_zero(what: str, function: Callable[[], Any]) -> Any:
+def on_rank_zero(
+    what: str, function: Callable[[], Any], help_it: Callable[[], Any] | None = None
+) -> Any:
     """Runs a function on rank 0 and gives its result, or its error, to every rank.
 
     Must be called on every rank.
@@ -150,6 +174,7 @@ def on_rank_zero(what: str, function: Callable[[], Any]) -> Any:
     Args:
         what: for the message, such as "write the checkpoint model.keras".
         function: called on rank 0 alone.
+        help_it: called on the others as often as the function calls `ask_for_help`.
 
     Raises:
         KerasMGPUError: what the function raised, or a SaveError that says it.
@@ -157,18 +182,40 @@ def on_rank_zero(what: str, function: Callable[[], Any]) -> Any:
     result = None
     failure: tuple[type[KerasMGPUError], str, Exception] | None = None
     if topology().is_rank_zero:
+        token = _helped.set(help_it is not None)
         try:
             result = function()
         except KerasMGPUError as error:
             failure = (type(error), str(error), error)
         except Exception as error:
             failure = (SaveError, f"Rank 0 could not {what}: {_reason(error)}", error)
+        finally:
+            _helped.reset(token)
     told = broadcast_object((result, failure[:2] if failure else None))
+    while told == _HELP and help_it is not None:
+        help_it()
+        told = broadcast_object(None)
     if told[1] is not None:
         kind, message = told[1]
         cause = failure[2] if failure else None
         raise kind(message) from (cause if not isinstance(cause, kind) else None)
     return told[0]
+
+
+def ask_for_help() -> bool:
+    """In a function of `on_rank_zero`: lets the other ranks call their `help_it`.
+
+    Returns:
+        Whether they do; otherwise nothing has happened.
+    """
+    if _helped.get():
+        broadcast_object(_HELP)
+    return _helped.get()
+
+
+def is_helped() -> bool:
+    """Whether this is rank 0, in a function that the others wait beside."""
+    return _helped.get()
 
 
 def _reason(error: Exception) -> str:

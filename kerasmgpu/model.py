@@ -28,7 +28,12 @@ from kerasmgpu.collectives import (
 )
 from kerasmgpu.data import DATA, ROW_IDS, ShardedAdapter, spare_data
 from kerasmgpu.errors import CollectiveError, InvalidArgumentError, InvalidTypeError
-from kerasmgpu.files import write_on_rank_zero
+from kerasmgpu.files import (
+    ask_for_help,
+    is_helped,
+    on_rank_zero,
+    write_on_rank_zero,
+)
 from kerasmgpu.fit_data import FitData
 from kerasmgpu.keras_compat import (
     adopt_registered_name,
@@ -79,7 +84,7 @@ class RankedModel(_Base):
         own = session_of(self)
         if own is not None and own.micro_batch_size is not None:
             check_can_split(self, plain_class(self))
-            _turn_xla_off(self)
+            _turn_xla_off(self, "a step in pieces (micro_batch_size)")
         session = spanning(self)
         if session is None:
             return super().make_train_function(force)
@@ -106,7 +111,7 @@ class RankedModel(_Base):
     def _note_sharded_layers(self) -> None:
         session = session_of(self)
         if session is not None and session.note_sharded_layers():
-            self.jit_compile = False  # XLA cannot hold a collective
+            _turn_xla_off(self, "a model with sharded layers")
 
     # Steps ----------------------------------------------------------------------------
 
@@ -417,18 +422,22 @@ class RankedModel(_Base):
     # Files ----------------------------------------------------------------------------
 
     def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        with _wholes_on_rank_zero(self, "save"):
-            write_on_rank_zero(self, "save", filepath, *args, **kwargs)
+        _write(self, "save", filepath, *args, **kwargs)
 
     def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        with _wholes_on_rank_zero(self, "save_weights"):
-            write_on_rank_zero(self, "save_weights", filepath, *args, **kwargs)
+        _write(self, "save_weights", filepath, *args, **kwargs)
 
     def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
         session = spanning(self)
         if session is None or not sharded_layers(self):
             super().load_weights(filepath, *args, **kwargs)
             return
+        if is_helped():
+            raise CollectiveError(
+                f"Rank {topology().rank} of {topology().size}: expected load_weights "
+                "of a model with sharded layers to be called on all ranks. Received: "
+                "a call in a callback that runs on rank 0 only."
+            )
         session.meet("load_weights")  # each rank cuts its part out of the file
         failure: Exception | None = None
         try:
@@ -462,24 +471,41 @@ def _fusing(model: Any) -> Any:
     return fused_normalization(model)
 
 
-@contextlib.contextmanager
-def _wholes_on_rank_zero(model: Any, method: str) -> Iterator[None]:
-    """Gathers what ranks hold in parts; then it must be called on every rank."""
+def _write(model: Any, method: str, filepath: Any, *args: Any, **kwargs: Any) -> None:
+    """Calls Keras's `save` or `save_weights` on rank 0.
+
+    With sharded layers it must be called on every rank: parts are gathered first, and
+    what goes wrong is raised on all.
+    """
+
+    def write() -> None:
+        write_on_rank_zero(model, method, filepath, *args, **kwargs)
+
     session = session_of(model)
     parts = sharded_variables(model, state.optimizers_of(model))
     if session is None or not parts or have_wholes():
-        yield
+        write()
         return
-    if session.fitting:
+    if method == "save" and str(filepath).endswith((".h5", ".hdf5")):
+        raise InvalidArgumentError(
+            f"Rank {topology().rank} of {topology().size}: expected a name that ends "
+            "in .keras to save a model with sharded layers. Received: "
+            f"{str(filepath)!r}, the old format, which would hold this rank's parts."
+        )
+    if not session.fitting:
+        session.meet(method)
+        with gathered(parts.values()):
+            on_rank_zero(f"write {filepath}", write)
+    elif ask_for_help():
+        with gathered(parts.values()):
+            write()
+    else:
         raise CollectiveError(
             f"Rank {topology().rank} of {topology().size}: expected "
             "kerasmgpu.callbacks.RankZeroCheckpoint to save a model with sharded "
             f"layers during fit. Received: a call of {method}() in a callback, which "
             "other ranks may not make."
         )
-    session.meet(method)
-    with gathered(parts.values()):
-        yield
 
 
 def _global_numbers(
@@ -548,13 +574,12 @@ def _own_functions(model: Any, name: str) -> Iterator[None]:
         setattr(model, name, held)
 
 
-def _turn_xla_off(model: Any) -> None:
-    """For steps in pieces: XLA wants to know how many rows a piece has."""
+def _turn_xla_off(model: Any, what: str) -> None:
+    """Where XLA wants to know how many rows a piece has, or meets a collective."""
     if model.jit_compile and topology().is_rank_zero:
         warnings.warn(
-            "jit_compile is on, and a step in pieces (micro_batch_size) runs without "
-            "XLA, with the same numbers. Compile with jit_compile=False to silence "
-            "this.",
+            f"jit_compile is on, and {what} runs without XLA, with the same numbers. "
+            "Compile with jit_compile=False to silence this.",
             stacklevel=2,
         )
     model.jit_compile = False

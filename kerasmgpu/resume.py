@@ -18,9 +18,15 @@ import numpy as np
 import tensorflow as tf
 
 from kerasmgpu import metrics, state
-from kerasmgpu.collectives import all_gather_object, broadcast_object, topology
+from kerasmgpu.collectives import (
+    all_gather_object,
+    broadcast_object,
+    groups,
+    topology,
+)
 from kerasmgpu.errors import InvalidArgumentError
 from kerasmgpu.keras_compat import PyDatasetAdapter, build_from_spec
+from kerasmgpu.shards import assign_wholes, gathered, sharded_variables, whole_of
 from kerasmgpu.step import StepFunction
 
 FORMAT = 1
@@ -100,11 +106,15 @@ class Resume:
             "seeds": [v.numpy() for v in state.seed_states(model)],
         }
         everyone = all_gather_object(mine)
-        if not topology().is_rank_zero:
-            return {}
+        with gathered(sharded_variables(model, optimizers).values()):
+            if not topology().is_rank_zero:
+                return {}
+            weights = [whole_of(v) for v in _weights(model)]
+            slots = [[whole_of(v) for v in o.variables] for o in optimizers]
         return {
             "format": FORMAT,
             "size": topology().size,
+            "model_parallel_size": groups().model_parallel_size,
             "structure": state.structure(model, optimizers, False),
             "global_batch_size": session.global_batch_size,
             "position": dataclasses.asdict(position),
@@ -112,8 +122,8 @@ class Resume:
             "seed_is_ours": state.seed_of_ours() is not None,
             "logs": {k: np.asarray(v) for k, v in (logs or {}).items()},
             "random": everyone,
-            "weights": [v.numpy() for v in _weights(model)],
-            "optimizers": [[v.numpy() for v in o.variables] for o in optimizers],
+            "weights": weights,
+            "optimizers": slots,
             "metrics": values,
         }
 
@@ -154,13 +164,10 @@ class Resume:
         failure = None
         if topology().is_rank_zero:
             failure = _difference(saved, state.structure(model, optimizers, False))
-            if failure is None:
-                _assign(_weights(model), saved["weights"])
-                for optimizer, values in zip(optimizers, saved["optimizers"]):
-                    _assign(optimizer.variables, values)
         failure = broadcast_object(failure)
         if failure is not None:
             raise InvalidArgumentError(failure)
+        self._assign_saved(optimizers, saved)
         session.accumulated_apart = False
         if session.spans_ranks:
             session.send_state()
@@ -176,10 +183,21 @@ class Resume:
             self._fast_forward = _FastForward(model, position, taken, saved["logs"])
             model.train_function = self._fast_forward
 
+    def _assign_saved(self, optimizers: list[Any], saved: dict[str, Any]) -> None:
+        """The weights and slots that rank 0 has read, and parts for its group."""
+        model = self.session.model
+        sharded_variables(model, optimizers)  # marks the slots
+        variables = [*_weights(model), *(v for o in optimizers for v in o.variables)]
+        values = None
+        if topology().is_rank_zero:
+            slots = [value for one in saved["optimizers"] for value in one]
+            values = [*saved["weights"], *slots]
+        assign_wholes(variables, values)
+
     def restore_random(self) -> None:
         """When rank 0's state has reached every rank: this rank's random states."""
         saved = self._saved
-        if saved is None or saved["size"] != topology().size:
+        if saved is None or not _same_ranks(saved):
             return
         variables = state.seed_states(self.session.model)
         _assign(variables, self._own_random()["seeds"])
@@ -209,9 +227,8 @@ class Resume:
             self._fast_forward = None
 
     def _own_random(self) -> dict[str, Any]:
-        everyone = (self._saved or {})["random"]
-        rank = topology().rank
-        return everyone[rank if len(everyone) == topology().size else 0]
+        saved = self._saved or {}
+        return saved["random"][topology().rank if _same_ranks(saved) else 0]
 
     def _check_data(self, saved: dict[str, Any], position: Position) -> None:
         session = self.session
@@ -333,6 +350,12 @@ def _weights(model: Any) -> list[Any]:
 def _assign(variables: list[Any], values: list[Any]) -> None:
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
+
+
+def _same_ranks(saved: dict[str, Any]) -> bool:
+    """Whether the saved run had as many ranks, and the same groups of them."""
+    m = saved.get("model_parallel_size", 1)
+    return (saved["size"], m) == (topology().size, groups().model_parallel_size)
 
 
 def _difference(saved: dict[str, Any], mine: list[Any]) -> str | None:

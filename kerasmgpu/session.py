@@ -27,6 +27,7 @@ from kerasmgpu.errors import (
 from kerasmgpu.fit_data import FitData
 from kerasmgpu.keras_compat import build_from_spec, tree
 from kerasmgpu.layers.sharded_loss import ShardedSoftmaxCrossEntropy
+from kerasmgpu.layers.split_outputs import split_outputs
 from kerasmgpu.memory_step import MemoryStepFunction
 from kerasmgpu.micro_batches import AUTO, PieceSize
 from kerasmgpu.optimizer import (
@@ -217,17 +218,16 @@ class Session:
         for layer in layers:
             object.__setattr__(layer, "wrapped", True)
         outputs = tree.flatten(getattr(self.model, "outputs", None)) if layers else []
-        makers = [o._keras_history.operation for o in outputs if o is not None]
-        split = [m for m in makers if not getattr(m, "output_is_whole", True)]
+        split = split_outputs(self.model) if layers else []
         self.output_is_split = bool(split)
         loss = getattr(self.model, "loss", None)
-        fits = len(makers) == 1 and isinstance(loss, ShardedSoftmaxCrossEntropy)
+        fits = len(outputs) == 1 and isinstance(loss, ShardedSoftmaxCrossEntropy)
         if split and loss is not None and not fits:
             raise InvalidArgumentError(
                 f"Rank {topology().rank} of {topology().size}: expected whole outputs, "
                 "or one split output and the loss ShardedSoftmaxCrossEntropy. "
-                f"Received: the output of {split[0].name!r}, which has "
-                f"gather_output=False, and loss={loss!r}."
+                f"Received: the output of {split[0].name!r}, which stays split "
+                f"(gather_output=False), and loss={loss!r}."
             )
         if layers and isinstance(loss, ShardedSoftmaxCrossEntropy) and not split:
             raise InvalidArgumentError(
@@ -299,13 +299,6 @@ class Session:
 
     def begin_resume(self) -> Resume:
         """Must be called on every rank, before the data of a `fit` is made."""
-        if sharded_layers(self.model):
-            raise InvalidArgumentError(
-                f"Rank {topology().rank} of {topology().size}: BackupAndRestore "
-                "cannot restore a model with sharded layers. Use "
-                "kerasmgpu.callbacks.RankZeroCheckpoint(..., save_weights_only=True), "
-                "and load_weights and initial_epoch to go on."
-            )
         self.resume = Resume(self, self.first_epoch)
         return self.resume
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from kerasmgpu.collectives import barrier, gather_tensor, groups
+from kerasmgpu.collectives import barrier, broadcast_tensor, gather_tensor, groups
 from kerasmgpu.errors import CollectiveError
 
 _MARK = "_kerasmgpu_cut_along"
@@ -34,6 +34,12 @@ def mark(variable: Any, axis: int) -> None:
 def axis_of(variable: Any) -> int | None:
     """Along which axis a variable was cut; None for one that all ranks hold alike."""
     return getattr(variable, _MARK, None)
+
+
+def whole_shape(variable: Any) -> tuple[int, ...]:
+    """The shape of what a variable is a part of; of itself where it is whole."""
+    axis, m = axis_of(variable), groups().model_parallel_size
+    return tuple(n * m if i == axis else n for i, n in enumerate(variable.shape))
 
 
 def part_of(whole: Any, axis: int) -> Any:
@@ -99,11 +105,18 @@ def gathered(variables: Iterable[Any]) -> Iterator[None]:
     wholes = {}
     variables = list(variables)
     for variable in variables if groups().replica == 0 else []:
-        whole = _gather(variable)
+        whole = _gather(variable.value, axis_of(variable))
         if groups().rank == 0:
             wholes[id(variable)] = whole
     if variables:
         barrier()  # a rank that went on and ended would end the others' collectives
+    with given_wholes(wholes):
+        yield
+
+
+@contextlib.contextmanager
+def given_wholes(wholes: dict[int, np.ndarray] | None) -> Iterator[None]:
+    """While it lasts, these are the wholes, by id of the variable."""
     token = _wholes.set(wholes)
     try:
         yield
@@ -116,22 +129,77 @@ def have_wholes() -> bool:
     return _wholes.get() is not None
 
 
-def _gather(variable: Any) -> np.ndarray:
-    axis = axis_of(variable)
+def wholes_at_hand() -> dict[int, np.ndarray] | None:
+    """What `gathered` has gathered, for another thread's `given_wholes`."""
+    return _wholes.get()
+
+
+def gather_values(values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Wholes of earlier values of these variables, on the first group's ranks.
+
+    Must be called on every rank. Others than the first group get their parts back.
+    """
+    wholes = []
+    for value, variable in zip(values, variables, strict=True):
+        axis = axis_of(variable)
+        if axis is not None and groups().replica == 0:
+            value = _gather(value, axis)
+        wholes.append(value)
+    barrier()
+    return wholes
+
+
+def cut_values(values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """This rank's parts of wholes that belong to these variables."""
+    return [
+        value if axis_of(v) is None else part_of(np.asarray(value), axis_of(v) or 0)
+        for value, v in zip(values, variables, strict=True)
+    ]
+
+
+def assign_wholes(variables: Sequence[Any], wholes: Sequence[Any] | None) -> None:
+    """Puts wholes that rank 0 has into variables: its own, and its group's parts.
+
+    Must be called on every rank, and be followed by `state.broadcast_state`, which
+    gives the other groups what the first has. One part at a time is on its way.
+
+    Args:
+        variables: the same on every rank; slots among them marked (`slots_of`).
+        wholes: their values, on rank 0.
+    """
+    for position, variable in enumerate(variables):
+        axis = axis_of(variable)
+        if axis is None:
+            if wholes is not None:
+                variable.assign(wholes[position])
+        elif groups().replica == 0:
+            dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
+            if wholes is not None:
+                whole = np.ascontiguousarray(wholes[position], dtype)
+            else:
+                whole = np.empty(whole_shape(variable), dtype)
+            with tf.device("CPU:0"):
+                data = tf.constant(whole.reshape(-1).view(np.uint8))  # any type travels
+                data = broadcast_tensor(data, 0, "kerasmgpu.whole", among="group")
+            whole = data.numpy().view(dtype).reshape(whole.shape)
+            variable.assign(part_of(whole, axis))
+
+
+def _gather(part: Any, axis: int | None) -> np.ndarray:
     with tf.device("CPU:0"):
-        value = tf.convert_to_tensor(variable.value)
+        value = tf.convert_to_tensor(part)
         # As bytes, so that every type travels.
         data = tf.reshape(tf.bitcast(value, tf.uint8), [1, -1])
         data = gather_tensor(data, "kerasmgpu.whole", among="group").numpy()
     parts = data.reshape(-1).view(value.dtype.as_numpy_dtype)
     parts = parts.reshape(len(data), *value.shape)
-    return np.concatenate(list(parts), axis)
+    return np.concatenate(list(parts), axis or 0)
 
 
-def whole_of(variable: Any) -> Any:
+def whole_of(variable: Any) -> np.ndarray:
     """What a file holds of a variable."""
     if axis_of(variable) is None:
-        return variable
+        return np.asarray(variable.numpy())
     wholes = _wholes.get() or {}
     if id(variable) not in wholes:
         place = groups()
@@ -148,8 +216,7 @@ def whole_of(variable: Any) -> Any:
 def save_variables(variables: Iterable[Any], store: Any) -> None:
     """Writes variables, parts as wholes, as Keras's `save_own_variables` does."""
     for position, variable in enumerate(variables):
-        whole = whole_of(variable)
-        store[str(position)] = whole if whole is not variable else variable.numpy()
+        store[str(position)] = whole_of(variable)
 
 
 def load_variables(variables: Iterable[Any], store: Any) -> None:

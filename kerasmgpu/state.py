@@ -26,7 +26,7 @@ from kerasmgpu.collectives import (
 )
 from kerasmgpu.errors import RankMismatchError
 from kerasmgpu.optimizer import accumulators
-from kerasmgpu.shards import sharded_variables
+from kerasmgpu.shards import sharded_variables, whole_shape
 
 #: Variables are broadcast in pieces of about this many bytes.
 _PIECE_BYTES = 16 << 20
@@ -140,7 +140,8 @@ def check_same_structure(model: Any, optimizers: Iterable[Any]) -> None:
 def structure(
     model: Any, optimizers: Iterable[Any], with_metrics: bool = True
 ) -> list[tuple[Any, ...]]:
-    """What a model and its optimizers are made of."""
+    """What a model and its optimizers are made of, parts as the wholes they are of."""
+    sharded_variables(model, optimizers)  # marks the slots
     metrics = {id(v) for v in model.metrics_variables}
     parts: list[tuple[Any, ...]] = [("model", type(model).__name__, None, None, None)]
     for variable in model.variables:
@@ -171,7 +172,7 @@ def _description(kind: str, variable: Any) -> tuple[Any, ...]:
     return (
         kind,
         variable.path,
-        tuple(variable.shape),
+        whole_shape(variable),
         tf.as_dtype(variable.dtype).name,
         bool(getattr(variable, "trainable", True)),
     )

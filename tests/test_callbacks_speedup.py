@@ -206,6 +206,8 @@ def test_the_reason_for_a_low_efficiency(
             "reduce": 10 * waits["reduce"][rank],
             "rows": 30.0,
             "seconds": seconds,
+            "replicas": 3,
+            "holds_model": True,
         }
         for rank in range(3)
     ]

@@ -56,7 +56,8 @@ ALLOWED: dict[str, set[str]] = {
     "step": CORE | STEP | {"derived_logs", "layers", "timing", "balance"},
     "data": CORE | {"control", "fit_data", "state"},
     "resume": CORE | STEP | {"step", "fit_data", "callback_list"},
-    "callback_list": CORE | {"data", "shards"},
+    "callback_list": CORE | {"data", "rank_zero_saves", "shards"},
+    "rank_zero_saves": CORE | {"files", "shards", "state"},
     "files": CORE | {"optimizer", "state", "shards"},
     "predictions": CORE,
     "model": CORE

@@ -27,7 +27,7 @@ _SUMMED = (
     keras.regularizers.L2,
     keras.regularizers.L1L2,
 )
-_ELEMENTWISE = (
+ELEMENTWISE = (
     *("linear", "relu", "relu6", "leaky_relu", "elu", "selu", "gelu", "silu", "tanh"),
     *("sigmoid", "hard_sigmoid", "hard_silu", "softplus", "softsign", "mish"),
     "exponential",
@@ -105,10 +105,10 @@ class Sharded(_Base):
     def check_elementwise(self, activation: Any) -> None:
         """Refuses an activation that needs the whole output."""
         name = getattr(activation, "__name__", None)
-        if name not in _ELEMENTWISE:
+        if name not in ELEMENTWISE:
             raise InvalidArgumentError(
                 f"{self._where()} expected an activation that works element by "
-                f"element ({', '.join(_ELEMENTWISE)}) where the output stays split "
+                f"element ({', '.join(ELEMENTWISE)}) where the output stays split "
                 f"(gather_output=False). Received: activation={name or activation!r}."
             )
 
