@@ -360,7 +360,10 @@ def clip_by_norm(
     clipped = []
     for gradient, value, scale in zip(gradients, values, scales, strict=True):
         scaled = value * tf.cast(scale, value.dtype)
-        if isinstance(gradient, tf.IndexedSlices):
+        if isinstance(gradient, tf.IndexedSlices) and whole:
+            # As of Keras, after which optimizers update every row.
+            scaled = tf.convert_to_tensor(gradient) * tf.cast(scale, value.dtype)
+        elif isinstance(gradient, tf.IndexedSlices):
             scaled = tf.IndexedSlices(scaled, gradient.indices, gradient.dense_shape)
         clipped.append(scaled)
     return clipped

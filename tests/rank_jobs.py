@@ -87,6 +87,7 @@ class RankJobs:
             for index, item in enumerate(items):
                 notes = [_read(folder / f"{index}.{rank}.json") for rank in range(size)]
                 done = [note for note in notes if note is not None]
+                print(*(note["printed"] for note in done), sep="", end="")  # for -s
                 failed = [note for note in done if note["outcome"] == "failed"]
                 if len(done) == size and not failed:
                     self.failures[item.nodeid] = None
@@ -161,6 +162,7 @@ class RankJobs:
             "rank": rank,
             "outcome": "failed" if failed else "passed",
             "text": report.longreprtext if failed else "",
+            "printed": report.capstdout,
         }
         path = folder / f"{index}.{rank}.json"
         if path.exists():

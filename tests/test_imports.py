@@ -55,7 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     "memory_step": CORE | STEP | {"step", "micro_batches", "layers", "timing"},
     "step": CORE | STEP | {"derived_logs", "layers", "timing", "balance"},
     "data": CORE | {"control", "fit_data", "state"},
-    "resume": CORE | STEP | {"step", "fit_data", "callback_list"},
+    "resume": CORE | STEP | {"step", "fit_data", "callback_list", "shards"},
     "callback_list": CORE | {"data", "rank_zero_saves", "shards"},
     "rank_zero_saves": CORE | {"files", "shards", "state"},
     "files": CORE | {"optimizer", "state", "shards"},
