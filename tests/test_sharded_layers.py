@@ -161,6 +161,7 @@ def test_xla_is_turned_off_aloud():
 
 @pytest.mark.world_size(2)
 def test_files_cross_over(tmp_path_factory):
+    kerasmgpu.HorovodStrategy(**M)  # joins the job
     folder = all_gather_object(str(tmp_path_factory.mktemp("files")))[0]
     x, y = classification(16)
 
@@ -213,6 +214,8 @@ def test_bad_input():
     model = dense_net(True)
     with pytest.raises(CollectiveError, match="not wrapped"):
         model(x)
+    with pytest.raises(InvalidArgumentError, match="no LoRA"):
+        model.layers[0].enable_lora(2)
     model.compile(K.Lamb(), cross_entropy())
     strategy.wrap(model)
     with pytest.raises(InvalidArgumentError, match="Received: Lamb"):

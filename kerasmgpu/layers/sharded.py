@@ -112,6 +112,22 @@ class Sharded(_Base):
                 f"(gather_output=False). Received: activation={name or activation!r}."
             )
 
+    def enable_lora(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse_whole_kernels("enable_lora")
+        super().enable_lora(*args, **kwargs)
+
+    def quantize(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse_whole_kernels("quantize")
+        super().quantize(*args, **kwargs)
+
+    def _refuse_whole_kernels(self, method: str) -> None:
+        if self.is_sharded:
+            raise InvalidArgumentError(
+                f"{self._where()} expected no LoRA and no quantization, which need "
+                f"whole weights. Received: {method}(). Save the model, load it with "
+                "keras.models.load_model in one process, and do it there."
+            )
+
     def check_call(self) -> None:
         """Refuses to compute outside of a wrapped model of the same group."""
         m = groups().model_parallel_size
