@@ -273,10 +273,25 @@ class StepFunction:
         sums = control.exchange(meta, stop, name)
         step = control.make_step(meta, sums, self.training, self.same_batches)
         with self._in_step(step, wanted) as (changed, watch):
-            logs = self.step(plain_batch(element[DATA]))
+            logs = self.step(self._after_weight(plain_batch(element[DATA]), step))
         average_moving_statistics(self.model, changed, step)
         self._note_results(logs, watch)
         return logs, sums, meta, self._note_trials(watch)
+
+    def _after_weight(self, data: Any, step: control.Step) -> Any:
+        """The batch, there once this rank's weight is known.
+
+        A rank of one core takes its ready operations last in, first out: the few that
+        make the weight, for which gradients wait before they are sent, would come when
+        the backward pass is over. Where the weight comes with the control vector, the
+        forward pass does not wait for it.
+        """
+        if not (self.training and self.same_batches):
+            return data
+        with tf.control_dependencies([step.weight]):
+            return tree.map_structure(
+                lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, data
+            )
 
     def _own_part(self, element: dict[str, Any]) -> dict[str, Any]:
         return element if self.balancer is None else self.balancer.own_part(element)

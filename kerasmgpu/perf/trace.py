@@ -4,7 +4,11 @@ Computation is what TensorFlow's profiler notes on a rank: its operations, witho
 that wait. Communication is what Horovod's timeline notes: an operation's transfer, from
 the moment at which all ranks are ready to the moment at which the result is there.
 Horovod writes it on rank 0 alone; as ranks transfer together, it is taken for all of
-them. Both have the time of day, which ranks of one host share.
+them. Waiting for a rank that still computes ("negotiation") is no communication. Both
+have the time of day, which ranks of one host share.
+
+Where a transfer shares its core with the computation that hides it, it takes longer,
+and the exposed share falls also by that: it goes with the exposed milliseconds.
 """
 
 from __future__ import annotations
