@@ -493,7 +493,7 @@ def _write(model: Any, method: str, filepath: Any, *args: Any, **kwargs: Any) ->
             f"{str(filepath)!r}, the old format, which would hold this rank's parts."
         )
     if not session.fitting:
-        session.meet(method)
+        session.meet(method, ", which every rank calls where layers are sharded")
         with gathered(parts.values()):
             on_rank_zero(f"write {filepath}", write)
     elif ask_for_help():

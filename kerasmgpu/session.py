@@ -183,13 +183,18 @@ class Session:
         stop = reduce_tensor(request, "max", "kerasmgpu.stop")
         self.agreed["stop_training"] |= bool(stop.numpy()[0])
 
-    def meet(self, method: str, **facts: Any) -> None:
+    def meet(self, method: str, why: str = "", **facts: Any) -> None:
         """Refuses a call that the other ranks do not make alike.
 
         Must be called on every rank.
+
+        Args:
+            method: that was called.
+            why: all ranks have to call it, for what is said of a rank that waits.
+            facts: that must be the same on all ranks.
         """
         report.used(method)
-        calls = all_gather_object((method, facts), f"the start of {method}()")
+        calls = all_gather_object((method, facts), f"the start of {method}(){why}")
         for rank, call in enumerate(calls):
             if call != calls[0]:
                 raise RankMismatchError(
