@@ -122,7 +122,7 @@ def test_resident_memory_of_large_layers_falls():
         dense = ours.ShardedDense if sharded else keras.layers.Dense
         before = psutil.Process().memory_info().rss
         model = keras.Sequential(
-            [keras.Input((units,)), *(dense(units, use_bias=False) for _ in range(8))]
+            [keras.Input((units,)), *(dense(units, use_bias=False) for _ in range(2))]
         )
         model.compile(K.Adam(), "mse")
         if sharded:
@@ -136,9 +136,9 @@ def test_resident_memory_of_large_layers_falls():
     strategy = kerasmgpu.HorovodStrategy(**M)
     for sharded in (True, False):  # what the first model of a kind takes
         grown(sharded, 2)
-    parts, plain = grown(True, 2048), grown(False, 2048)
+    parts, plain = grown(True, 4096), grown(False, 4096)
     print(
-        f"rank {strategy.rank}: 8 Dense(2048), 128 MiB of weights, with Adam take "
+        f"rank {strategy.rank}: 2 Dense(4096), 128 MiB of weights, with Adam take "
         f"{plain:.0f} MiB, ShardedDense at m = 2 {parts:.0f} MiB ({parts / plain:.0%})"
     )
     assert plain > 3 * 128

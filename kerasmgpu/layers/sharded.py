@@ -160,10 +160,14 @@ class Sharded(_Base):
 
         def own_part(shape: Any, dtype: Any = None) -> Any:
             """Draws the whole, as the plain layer would, and cuts."""
+
+            @tf.function(autograph=False)  # draws in place: holds one whole, not some
+            def draw() -> tf.Tensor:
+                drawn = tf.convert_to_tensor(initializer(whole, dtype=dtype))
+                return part_of(drawn, axis)
+
             with tf.device("CPU:0"):
-                value = part_of(
-                    tf.convert_to_tensor(initializer(whole, dtype=dtype)), axis
-                )
+                value = draw()
             return tf.identity(value)
 
         m = groups().model_parallel_size
