@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from ranks import (
+    SEED,
     assert_same,
     classification,
     cross_entropy,
@@ -17,6 +18,7 @@ from ranks import (
     strategy,
 )
 
+import kerasmgpu
 from kerasmgpu.balance import Balancer, rows_of_ranks, share_bounds
 from kerasmgpu.collectives import all_gather_object, topology
 
@@ -152,6 +154,50 @@ def test_in_pieces_and_one_batch(monkeypatch):
     np.testing.assert_allclose(
         ranked.train_on_batch(x, y), one.train_on_batch(x, y), rtol=1e-4
     )
+
+
+class Interrupted(Exception):
+    pass
+
+
+class InTheMiddle(keras.callbacks.Callback):
+    """Raises on every rank in the third epoch."""
+
+    runs_on_all_ranks = True
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (self.epoch, batch) == (2, 1):
+            raise Interrupted
+
+
+@pytest.mark.world_size(2)
+def test_a_backup_goes_on(monkeypatch, tmp_path_factory):
+    """With shares that are measured anew, and the speed logged."""
+    x, y = classification(37)
+    folder = strategy().broadcast_object(str(tmp_path_factory.mktemp("balanced")))
+    given_speeds(monkeypatch, [(3.0, 1.0)] * 9)
+
+    def train(model):
+        fit = {"batch_size": 12, "epochs": 4, "verbose": 0}
+        if "_kerasmgpu" not in model.__dict__:
+            return model.fit(x, y, **fit)
+
+        def callbacks():
+            logger = kerasmgpu.callbacks.SpeedupLogger(f"{folder}/speed")
+            backup = kerasmgpu.callbacks.BackupAndRestore(folder, save_freq=2)
+            return [backup, logger]
+
+        with pytest.raises(Interrupted):
+            model.fit(x, y, callbacks=[*callbacks(), InTheMiddle()], **fit)
+        keras.utils.set_random_seed(SEED)
+        train.resumed = strategy(sharding="balanced").wrap(net())
+        return train.resumed.fit(x, y, callbacks=callbacks(), **fit)
+
+    one, one_result, _, result = one_and_all(net, train, sharding="balanced")
+    assert_same(one, one_result, train.resumed, result)
 
 
 class Slow(keras.layers.Layer):

@@ -108,6 +108,13 @@ def test_worker_groups_give_the_same_as_one_process(tmp_path):
     assert held[1] < 0.55 * held[0]  # dense layers are nearly all there is
 
 
+def test_balanced_shares_are_shorter_than_equal_ones():
+    ended = run_example("balanced.py", "--epochs", "4", "--steps", "4")
+    one(r"a step: \S+ ms with equal rows, \S+ ms balanced: (\d+)%", ended)
+    rows = re.findall(r"ranks take (\d+), (\d+) rows of 64", ended.out)
+    assert int(rows[-1][0]) > int(rows[-1][1])  # the last rank is the slow one
+
+
 def test_no_rank_decodes_what_it_does_not_need(data_source, tmp_path):
     import tfrecord_pipeline
 
