@@ -266,7 +266,9 @@ def test_a_closed_terminal_ends_the_job() -> None:
             "pid, terminal = pty.fork()\n"
             "if pid == 0: os.execv(sys.argv[1], sys.argv[1:])\n"
             "said = b''\n"
-            "while said.count(b'ready') < 2: said += os.read(terminal, 1000)\n"
+            # Each by name: a line that is not whole yet is drawn, then printed again.
+            "while not (b'[0] ready' in said and b'[1] ready' in said):\n"
+            "    said += os.read(terminal, 1000)\n"
             "os.close(terminal)\n"
             "time.sleep(0.02)\n"
             "os.kill(pid, 1)\n"  # the kernel, too, may send SIGHUP twice

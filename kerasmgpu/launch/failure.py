@@ -29,7 +29,11 @@ def first_failure(ranks: Sequence[RankState]) -> RankState | None:
         return None
     own = [rank for rank in failed if not rank.is_consequence]
     if own:
-        return min(own, key=_when)
+        first = min(own, key=_when)
+        waited_for = any(r.state and r.state.waiting for r in ranks if r is not first)
+        if first.leaving_code and not first.traceback and waited_for:
+            first.left_early = True
+        return first
     first = min(failed, key=_when)
     left = [rank for rank in ranks if _left_at(rank) <= _when(first) + 0.5]
     if left:
