@@ -8,7 +8,8 @@ of values of any type and with gradients, is in `tensors.py`.
 Horovod matches the ranks' calls by name. Names here are made from the kind of call and
 its position (in the nest, or in the graph that is being traced), never from counters
 that could run apart on two ranks. Eager calls run in a small cached `tf.function`,
-because TensorFlow drops the name of an eager operation.
+because TensorFlow drops the name of an eager operation. The scope around a name does
+not count: Keras numbers layers by what a process has built, and TensorFlow branches.
 """
 
 from __future__ import annotations
@@ -279,8 +280,14 @@ def waiting_for_ranks(what: str) -> Iterator[None]:
 
 
 def _position_name(kind: str) -> str:
-    """A name that is the same on all ranks for the same call in the same graph."""
+    """A name that is the same on all ranks for the same call in the same graph.
+
+    Functions that are traced within the graph count with it: names need to differ in
+    all that may run at once.
+    """
     graph = tf.compat.v1.get_default_graph()
+    while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
+        graph = graph.outer_graph
     counter = _positions.setdefault(graph, collections.Counter())
     counter[kind] += 1
     return f"kerasmgpu.{kind}.{counter[kind]}"
@@ -328,7 +335,6 @@ def _horovod_reduce(
     *,
     op: str,
     among: str = "all",
-    in_branch: bool = False,
 ) -> tf.Tensor:
     hvd = _horovod()
     operation = {
@@ -342,18 +348,16 @@ def _horovod_reduce(
         tensor,
         op=operation,
         name=name,
-        ignore_name_scope=in_branch,
+        ignore_name_scope=True,
         **_set_of(among),
     )
     result.set_shape(tensor.shape)
     return result
 
 
-def _horovod_gather(
-    tensor: tf.Tensor, name: str, *, among: str = "all", in_branch: bool = False
-) -> tf.Tensor:
+def _horovod_gather(tensor: tf.Tensor, name: str, *, among: str = "all") -> tf.Tensor:
     result = _horovod().allgather(
-        tensor, name=name, ignore_name_scope=in_branch, **_set_of(among)
+        tensor, name=name, ignore_name_scope=True, **_set_of(among)
     )
     if tensor.shape.rank is not None:
         result.set_shape([None, *tensor.shape[1:]])
@@ -364,7 +368,11 @@ def _horovod_broadcast(
     tensor: tf.Tensor, name: str, *, root_rank: int, among: str = "all"
 ) -> tf.Tensor:
     result = _horovod().broadcast(
-        tensor, root_rank=root_rank, name=name, **_set_of(among)
+        tensor,
+        root_rank=root_rank,
+        name=name,
+        ignore_name_scope=True,
+        **_set_of(among),
     )
     result.set_shape(tensor.shape)
     return result
@@ -376,20 +384,15 @@ def reduce_tensor(
     op: str,
     name: str | None = None,
     among: str = "all",
-    in_branch: bool = False,
 ) -> tf.Tensor:
     """All-reduce of one tensor of a type that Horovod takes, without a gradient.
 
-    Among "all" ranks, this rank's "group", or the ranks of its "position". In a branch
-    of `tf.cond` the name stays as it is given: TensorFlow puts a number before it that
-    need not be the same on all ranks.
+    Among "all" ranks, this rank's "group", or the ranks of its "position".
     """
     if _ranks_among(among) == 1:
         return tensor
     kind = f"all_reduce.{op}" if among == "all" else f"all_reduce.{op}.{among}"
-    return _call(
-        _horovod_reduce, tensor, name, kind, op=op, among=among, in_branch=in_branch
-    )
+    return _call(_horovod_reduce, tensor, name, kind, op=op, among=among)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -398,19 +401,15 @@ def gather_tensor(
     name: str | None = None,
     why: str | None = None,
     among: str = "all",
-    in_branch: bool = False,
 ) -> tf.Tensor:
     """All-gather of one tensor along its first dimension, without a gradient.
 
-    Among "all" ranks, this rank's "group", or the ranks of its "position"; in a branch
-    of `tf.cond` as in `reduce_tensor`.
+    Among "all" ranks, this rank's "group", or the ranks of its "position".
     """
     if _ranks_among(among) == 1:
         return tensor
     kind = "all_gather" if among == "all" else f"all_gather.{among}"
-    return _call(
-        _horovod_gather, tensor, name, kind, why, among=among, in_branch=in_branch
-    )
+    return _call(_horovod_gather, tensor, name, kind, why, among=among)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -436,7 +435,7 @@ def rank_in_graph() -> tf.Tensor:
 
 
 def _horovod_exchange(tensor: tf.Tensor, name: str) -> tf.Tensor:
-    return _horovod().alltoall(tensor, name=name)
+    return _horovod().alltoall(tensor, name=name, ignore_name_scope=True)
 
 
 def exchange_pieces(tensor: tf.Tensor, name: str | None = None) -> tf.Tensor:
@@ -449,13 +448,14 @@ def _horovod_sum_at_root(tensor: tf.Tensor, name: str) -> tf.Tensor:
     flat = tf.reshape(tensor, [-1])
     length = tf.size(flat)
     to_root = tf.stack([length] + [0] * (size - 1))
-    received, _ = hvd.alltoall(flat, splits=to_root, name=f"{name}.to_root")
+    send = functools.partial(hvd.alltoall, ignore_name_scope=True)
+    received, _ = send(flat, splits=to_root, name=f"{name}.to_root")
     if topology().rank == 0:
         total = tf.reduce_sum(tf.reshape(received, [size, -1]), axis=0)
         answer, splits = tf.tile(total, [size]), tf.fill([size], length)
     else:
         answer, splits = received, tf.zeros([size], tf.int32)
-    result, _ = hvd.alltoall(answer, splits=splits, name=f"{name}.from_root")
+    result, _ = send(answer, splits=splits, name=f"{name}.from_root")
     return tf.reshape(result, tf.shape(tensor))
 
 

@@ -74,22 +74,20 @@ def exchange_slices(
     shape = gradient.dense_shape
     gathered = gather_tensor(indices, f"{name}.indices", among=among)
 
-    def slices(in_branch: bool) -> tf.IndexedSlices:
-        all_values = gather_tensor(
-            values, f"{name}.values", among=among, in_branch=in_branch
-        )
+    def slices() -> tf.IndexedSlices:
+        all_values = gather_tensor(values, f"{name}.values", among=among)
         return tf.IndexedSlices(all_values, gathered, shape)
 
     if allowed is None or values.dtype not in (tf.float32, tf.float64):
-        return slices(in_branch=False)
+        return slices()
 
     def by_rows() -> Any:
-        found = slices(in_branch=True)
+        found = slices()
         return found if allowed == TO_SLICES else _table(found, gradient.shape)
 
     def by_table() -> Any:
         own = _table(tf.IndexedSlices(values, indices, shape), gradient.shape)
-        total = reduce_tensor(own, "sum", f"{name}.table", among, in_branch=True)
+        total = reduce_tensor(own, "sum", f"{name}.table", among)
         if allowed == TO_TENSOR:
             return total
         everything = tf.range(shape[0], dtype=shape.dtype)

@@ -20,7 +20,8 @@ from ranks import (
     strategy,
 )
 
-from kerasmgpu.collectives import topology
+from kerasmgpu.collectives import all_gather_object, topology
+from kerasmgpu.tensors import all_reduce
 
 pytestmark = pytest.mark.world_size(2)
 
@@ -366,6 +367,49 @@ def test_synchronized_batch_norm():
         rtol=2e-4,
         atol=2e-5,
     )
+
+
+class CentersRows(layers.Layer):
+    """Means over ranks: as they are, in a traced function and in branches."""
+
+    @tf.function
+    def traced_mean(self, x):
+        return all_reduce(tf.reduce_mean(x, 0))
+
+    def call(self, x):
+        x -= tf.stop_gradient(all_reduce(tf.reduce_mean(x, 0))) / 2
+        x -= tf.stop_gradient(self.traced_mean(x)) / 2
+        for mean in (tf.reduce_mean(x, 0), tf.reduce_mean(x**2, 0)):
+            mean = tf.cond(
+                tf.size(mean) > 0,
+                lambda: all_reduce(mean),  # noqa: B023
+                lambda: mean,  # noqa: B023
+            )
+            x -= tf.stop_gradient(mean) / 10
+        return x
+
+
+def test_a_rank_that_has_built_more_models():
+    """Names of layers, and the numbers of branches, then differ between ranks."""
+    x, y = classification(32)
+
+    def build():
+        return keras.Sequential(
+            [
+                keras.Input((8,)),
+                layers.Dense(16),
+                CentersRows(),
+                layers.BatchNormalization(synchronized=True),
+                layers.Dense(4),
+            ]
+        )
+
+    strategy()  # joins the job
+    for _ in range(topology().rank):
+        build()
+    model = check(lambda: compiled(build()), x, y, batch_size=8)
+    names = all_gather_object([layer.name for layer in model.layers])
+    assert names[0] != names[1]
 
 
 def test_plain_batch_norm_statistics_are_the_mean_over_ranks():

@@ -98,11 +98,12 @@ X, Y = classification(40)
 
 
 def fit(build, *callbacks, sharded=True, optimizer=None, **options):
+    strategy = kerasmgpu.HorovodStrategy(**M)  # layers know the groups from it
     keras.utils.set_random_seed(SEED)
     model = build(sharded)
     optimizer = optimizer or K.AdamW(0.01, weight_decay=0.1, epsilon=1e-4)
     model.compile(optimizer, cross_entropy(), metrics=["accuracy"])
-    model = kerasmgpu.HorovodStrategy(**M).wrap(model)
+    model = strategy.wrap(model)
     options = {"batch_size": 8, "epochs": 3, "verbose": 0, **options}
     return model, model.fit(X, Y, callbacks=list(callbacks), **options)
 

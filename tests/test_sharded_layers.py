@@ -39,6 +39,23 @@ def test_dense():
     )
 
 
+@pytest.mark.world_size(2)
+def test_a_rank_that_has_built_more_models():
+    """Names of layers then differ between the ranks of a group."""
+    x, y = classification(16)
+    kerasmgpu.HorovodStrategy(**M)  # joins the job
+    for _ in range(groups().rank):
+        dense_net(True)
+
+    def options():
+        return {"optimizer": K.SGD(0.1), "loss": cross_entropy()}
+
+    results = train_both(dense_net, options, x, y)
+    assert_both_same(results)
+    names = all_gather_object([layer.name for layer in results[1][0].layers])
+    assert names[0] != names[1]
+
+
 def image_net(sharded):
     layers = keras.layers
     conv = ours.ShardedConv2D if sharded else layers.Conv2D
