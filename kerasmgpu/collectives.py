@@ -279,18 +279,28 @@ def waiting_for_ranks(what: str) -> Iterator[None]:
 # Names --------------------------------------------------------------------------------
 
 
-def _position_name(kind: str) -> str:
+def _outer(graph: Any) -> Any:
+    """The function in which a function or a branch is being traced, or None."""
+    outer = getattr(graph, "outer_graph", None)
+    return outer if hasattr(outer, "outer_graph") else None
+
+
+def _name_in_graph(name: str | None, kind: str) -> str:
     """A name that is the same on all ranks for the same call in the same graph.
 
-    Functions that are traced within the graph count with it: names need to differ in
-    all that may run at once.
+    By position: calls of one name, or of one kind without names, are numbered. What is
+    traced within a function counts with it, for names must differ in all that may run
+    at once.
     """
     graph = tf.compat.v1.get_default_graph()
-    while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
-        graph = graph.outer_graph
+    while _outer(graph) is not None:
+        graph = _outer(graph)
     counter = _positions.setdefault(graph, collections.Counter())
-    counter[kind] += 1
-    return f"kerasmgpu.{kind}.{counter[kind]}"
+    counter[name or kind] += 1
+    number = counter[name or kind]
+    if name is None:
+        return f"kerasmgpu.{kind}.{number}"
+    return name if number == 1 else f"{name}-{number}"
 
 
 @functools.cache
@@ -319,7 +329,7 @@ def _call(
     `why` tells, where this rank has to wait long, what it waits in.
     """
     if not tf.executing_eagerly():
-        return operation(tensor, name or _position_name(kind), **options)
+        return operation(tensor, _name_in_graph(name, kind), **options)
     name = name or f"kerasmgpu.{kind}"
     function = _eager_function(operation, tensor.dtype, name, **options)
     with waiting_for_ranks(why or f"the collective {name}"):

@@ -11,6 +11,7 @@ import faulthandler
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -27,6 +28,8 @@ DEFAULT_TIMEOUT_SECONDS = 300
 #: How long a rank that has finished a test waits for the others to finish it.
 GRACE_SECONDS = 20
 START_SECONDS = 120
+#: Frames of stacks that tell nothing.
+_OF_PYTEST = re.compile(r'File ".*/site-packages/(_pytest|pluggy)/')
 #: Standard error, behind pytest's back.
 STACKS = os.fdopen(os.dup(2), "w")
 
@@ -95,9 +98,11 @@ class RankJobs:
                 text = "\n".join(f"rank {n['rank']}:\n{n['text']}" for n in failed)
                 missing = [r for r, note in enumerate(notes) if note is None]
                 if missing:
+                    lines = output.splitlines(keepends=True)
+                    told = "".join(li for li in lines if not _OF_PYTEST.search(li))
                     text += (
                         f"\nrank(s) {missing} of {size} did not finish (exit code "
-                        f"{code}). End of what the ranks printed:\n{output[-20000:]}"
+                        f"{code}). End of what the ranks printed:\n{told[-20000:]}"
                     )
                 self.failures[item.nodeid] = text
                 if missing:

@@ -20,7 +20,9 @@ def main() -> int:
         signal.SIGTERM, rank_jobs.STACKS, all_threads=True, chain=True
     )
     addresses = pathlib.Path(sys.argv[1]).read_text().splitlines()
-    return pytest.main(["-q", "-p", "no:cacheprovider", *addresses])
+    # What a rank that hangs has printed, Horovod too, is to be seen.
+    options = ["-q", "-p", "no:cacheprovider", "--capture=tee-sys"]
+    return pytest.main([*options, *addresses])
 
 
 if __name__ == "__main__":

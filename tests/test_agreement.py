@@ -237,6 +237,27 @@ def test_a_loop_of_ones_own():
     np.testing.assert_allclose(variable.numpy(), [-3.0, -9.0])
 
 
+def test_two_optimizers_in_a_loop_of_ones_own():
+    """What they send differs in name, and not by what a rank has made before."""
+    strategy()  # joins the job
+    for _ in range(topology().rank):
+        keras.optimizers.SGD()
+    optimizers = [strategy().wrap(keras.optimizers.SGD(1.0)) for _ in range(2)]
+    variables = [keras.Variable([0.0, 0.0]) for _ in range(2)]
+
+    @tf.function
+    def step(gradient):
+        for number, optimizer in enumerate(optimizers):
+            with tf.name_scope(optimizer.name):
+                gradients = [gradient * 10.0**number]
+                optimizer.apply(gradients, [variables[number]])
+
+    for _ in range(20):
+        step(tf.constant([1.0, 3.0]) * (topology().rank + 1))
+    for number, variable in enumerate(variables):
+        np.testing.assert_allclose(variable, np.array([-30, -90]) * 10**number)
+
+
 @pytest.mark.parametrize(
     ("options", "rtol"),
     [
