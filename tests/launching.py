@@ -100,6 +100,8 @@ class Job:
                 "stdout": subprocess.PIPE,
                 "stderr": subprocess.PIPE,
                 "cwd": ROOT,
+                # Tests that were started by `nohup` are not about that.
+                "preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
                 **kwargs,
             },
         )

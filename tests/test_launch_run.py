@@ -256,7 +256,7 @@ def test_a_closed_terminal_ends_the_job() -> None:
         "    open(os.environ['SAVED'] + str(rank), 'w')\n"
         "    sys.exit(1)\n"
         "signal.signal(signal.SIGHUP, save)\n"
-        "print('ready', flush=True)\n"
+        "print(f'ready {rank}', flush=True)\n"
         "while True: time.sleep(0.1)"
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -267,7 +267,7 @@ def test_a_closed_terminal_ends_the_job() -> None:
             "if pid == 0: os.execv(sys.argv[1], sys.argv[1:])\n"
             "said = b''\n"
             # Each by name: a line that is not whole yet is drawn, then printed again.
-            "while not (b'[0] ready' in said and b'[1] ready' in said):\n"
+            "while not (b'ready 0' in said and b'ready 1' in said):\n"
             "    said += os.read(terminal, 1000)\n"
             "os.close(terminal)\n"
             "time.sleep(0.02)\n"
