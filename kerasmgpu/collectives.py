@@ -61,6 +61,7 @@ _process_sets: dict[str, Any] = {}
 _alone: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "kerasmgpu_alone", default=False
 )
+_step_graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 _positions: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = (
     weakref.WeakKeyDictionary()
 )
@@ -279,28 +280,68 @@ def waiting_for_ranks(what: str) -> Iterator[None]:
 # Names --------------------------------------------------------------------------------
 
 
-def _outer(graph: Any) -> Any:
-    """The function in which a function or a branch is being traced, or None."""
-    outer = getattr(graph, "outer_graph", None)
-    return outer if hasattr(outer, "outer_graph") else None
+def begin_step_graph() -> None:
+    """Notes that what is being traced is a step: no two of them run at once."""
+    _step_graphs.add(tf.compat.v1.get_default_graph())
 
 
-def _name_in_graph(name: str | None, kind: str) -> str:
-    """A name that is the same on all ranks for the same call in the same graph.
+def _function_graph() -> tuple[Any, bool]:
+    """The function being traced, around branches, and whether two calls may overlap.
 
-    By position: calls of one name, or of one kind without names, are numbered. What is
-    traced within a function counts with it, for names must differ in all that may run
-    at once.
+    They may where it is traced within another, which may call it in two places; a
+    loop's body is such a function, too.
     """
     graph = tf.compat.v1.get_default_graph()
-    while _outer(graph) is not None:
-        graph = _outer(graph)
+    while any(cls.__name__ == "CondBranchFuncGraph" for cls in type(graph).__mro__):
+        graph = graph.outer_graph
+    within = hasattr(getattr(graph, "outer_graph", None), "outer_graph")
+    return graph, within and graph not in _step_graphs
+
+
+def _call_in_graph(
+    operation: Callable[..., tf.Tensor],
+    tensor: tf.Tensor,
+    name: str | None,
+    kind: str,
+    **options: Any,
+) -> tf.Tensor:
+    """Adds a Horovod operation to the function being traced, named by its position.
+
+    Calls of one name, or of one kind without names, are numbered in each function.
+    """
+    graph, may_overlap = _function_graph()
     counter = _positions.setdefault(graph, collections.Counter())
     counter[name or kind] += 1
     number = counter[name or kind]
     if name is None:
-        return f"kerasmgpu.{kind}.{number}"
-    return name if number == 1 else f"{name}-{number}"
+        name = f"kerasmgpu.{kind}.{number}"
+    elif number > 1:
+        name = f"{name}-{number}"
+    if may_overlap:
+        return _in_turn(
+            functools.partial(operation, name=f"in.{name}", **options), tensor
+        )
+    return operation(tensor, name, **options)
+
+
+@functools.cache
+def _turns() -> tf.Variable:
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.Variable(0, trainable=False, name="kerasmgpu_turns")
+
+
+def _in_turn(operation: Callable[..., tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
+    """Does what others of the same name may do, too, in the order of the program.
+
+    TensorFlow keeps that order for what changes a variable.
+    """
+    with tf.control_dependencies([_turns().assign_add(1)]):
+        result = operation(tf.identity(tensor))
+    with (
+        tf.control_dependencies([result]),
+        tf.control_dependencies([_turns().assign_add(1)]),
+    ):
+        return tf.identity(result)
 
 
 @functools.cache
@@ -329,7 +370,7 @@ def _call(
     `why` tells, where this rank has to wait long, what it waits in.
     """
     if not tf.executing_eagerly():
-        return operation(tensor, _name_in_graph(name, kind), **options)
+        return _call_in_graph(operation, tensor, name, kind, **options)
     name = name or f"kerasmgpu.{kind}"
     function = _eager_function(operation, tensor.dtype, name, **options)
     with waiting_for_ranks(why or f"the collective {name}"):

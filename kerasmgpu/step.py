@@ -21,6 +21,7 @@ from kerasmgpu import control
 from kerasmgpu.balance import Balancer
 from kerasmgpu.collectives import (
     all_gather_object,
+    begin_step_graph,
     groups,
     reduce_tensor,
     topology,
@@ -267,6 +268,7 @@ class StepFunction:
 
     def _run_step(self, element: Any, stop: tf.Tensor, wanted: tf.Tensor) -> Any:
         """Returns the logs, the summed control vector, this rank's, and the trials."""
+        begin_step_graph()
         element = self._own_part(element)
         meta = element[META]
         name = f"kerasmgpu.control.{self._kind}"

@@ -146,6 +146,41 @@ def test_many_in_one_graph_keep_their_places():
         assert c.numpy().tolist() == [0.0, 1.0, 2.0]
 
 
+def test_functions_and_loops_around_a_collective():
+    """Their names are the same from call to call, and values do not get mixed up."""
+    rank = float(topology().rank)
+
+    @tf.function
+    def total(x):
+        return tensors.all_reduce(x, "sum")
+
+    @tf.function
+    def several(x):
+        here = [total(x * 10.0**i) for i in range(6)]
+        _, looped = tf.while_loop(
+            lambda i, found: i < 6,
+            lambda i, found: (
+                i + 1,
+                found.write(i, total(x * 10.0 ** tf.cast(i, "float32"))),
+            ),
+            (0, tf.TensorArray(tf.float32, 6)),
+        )
+        chosen = [
+            tf.cond(
+                tf.size(x) > 0, lambda v=v: tensors.all_reduce(v, "sum"), lambda v=v: v
+            )
+            for v in here
+        ]
+        return here, looped.stack(), chosen
+
+    expected = 3.0 * 10.0 ** np.arange(6)
+    for _ in range(20):
+        here, looped, chosen = several(tf.constant(rank))
+        np.testing.assert_allclose(here, expected)
+        np.testing.assert_allclose(looped, expected)
+        np.testing.assert_allclose(chosen, 3.0 * expected)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
