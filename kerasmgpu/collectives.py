@@ -10,6 +10,8 @@ its position (in the nest, or in the graph that is being traced), never from cou
 that could run apart on two ranks. Eager calls run in a small cached `tf.function`,
 because TensorFlow drops the name of an eager operation. The scope around a name does
 not count: Keras numbers layers by what a process has built, and TensorFlow branches.
+Where two calls of one function could overlap, its operations are made one after the
+other, so that no two of a name are under way.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ _process_sets: dict[str, Any] = {}
 _alone: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "kerasmgpu_alone", default=False
 )
+#: Functions of which no two calls run at once, and how often each name occurs in one.
 _step_graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 _positions: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = (
     weakref.WeakKeyDictionary()
