@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kerasmgpu import buckets
 from kerasmgpu.collectives import (
     exchange_pieces,
     gather_tensor,
@@ -123,7 +125,7 @@ class Reducer:
         return [weigh(*both) for both in zip(gradients, parts, strict=True)]
 
     def reduce(self, gradients: Sequence[Any], parts: Sequence[bool]) -> list[Any]:
-        """Adds up weighed gradients over ranks, each as soon as it is there.
+        """Adds up weighed gradients over ranks, each as soon as its bucket is there.
 
         Args:
             gradients: tensors, `tf.IndexedSlices` or None (left as it is). The same
@@ -132,12 +134,27 @@ class Reducer:
                 ranks that hold the same part.
         """
         step = current_step()
-        return [
-            self._reduce_one(gradient, step, f"{self.name}.{position}", part)
-            for position, (gradient, part) in enumerate(
-                zip(gradients, parts, strict=True)
+        reduced = list(gradients)
+        for bucket in self._buckets(gradients, parts):
+            first = bucket[0]
+            reduce = functools.partial(
+                self._reduce_one,
+                step=step,
+                name=f"{self.name}.{_name_of(bucket)}",
+                part=parts[first],
             )
-        ]
+            if len(bucket) == 1:
+                reduced[first] = reduce(gradients[first])
+                continue
+            together = buckets.reduce_together([gradients[p] for p in bucket], reduce)
+            for position, gradient in zip(bucket, together, strict=True):
+                reduced[position] = gradient
+        return reduced
+
+    def _buckets(self, gradients: Sequence[Any], parts: Sequence[bool]) -> Any:
+        if self.reduction == "adasum":  # it looks at each gradient's direction
+            return [[position] for position in range(len(gradients))]
+        return buckets.fill(gradients, parts)
 
     def _reduce_one(self, gradient: Any, step: Any, name: str, part: bool) -> Any:
         if gradient is None:
@@ -162,6 +179,10 @@ class Reducer:
                 reduce_tensor(tf.cast(tensor, "float32"), op, name, among), "bfloat16"
             )
         return reduce_tensor(tensor, op, name, among)
+
+
+def _name_of(bucket: Sequence[int]) -> str:
+    return str(bucket[0]) if len(bucket) == 1 else f"{bucket[-1]}_to_{bucket[0]}"
 
 
 def _scaled(gradient: Any, weight: tf.Tensor) -> Any:

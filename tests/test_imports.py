@@ -42,12 +42,15 @@ ALLOWED: dict[str, set[str]] = {
     "overriding": set(),
     "derived_logs": set(),
     "fused_updates": set(),
+    "buckets": set(),
     "calibration": CORE | STEP,
     # `control` knows the step that the others take part in.
     **dict.fromkeys(STEP - {"control"}, CORE | {"control"}),
     "devices": CORE | {"transport"},
     "slices": CORE,
-    "optimizer": CORE | {"control", "timing", "fused_updates", "shards", "slices"},
+    "optimizer": CORE
+    | {"control", "timing", "fused_updates", "shards", "slices"}
+    | {"buckets"},
     "state": CORE | {"optimizer", "shards"},
     "xla_step": CORE | {"control", "optimizer"},
     "micro_batches": CORE | STEP | {"derived_logs"},

@@ -145,7 +145,6 @@ def test_ring_and_yield_unless_the_user_says_otherwise() -> None:
         "OMPI_MCA_coll_tuned_allreduce_algorithm": "5",
         "OMPI_MCA_coll_tuned_allreduce_algorithm_segmentsize": "1048576",
         "OMPI_MCA_mpi_yield_when_idle": "1",
-        "OMPI_MCA_smsc": "^cma",
     }
     own = {"OMPI_MCA_mpi_yield_when_idle": "0"}
     assert "OMPI_MCA_mpi_yield_when_idle" not in commands.default_environment(

@@ -8,20 +8,22 @@ import pytest
 from ranks import traced_nodes
 
 import kerasmgpu
+from kerasmgpu.buckets import BUCKET_BYTES
 
-WEIGHTS = 4  # of the two dense layers below
-GRADIENTS = {f"kerasmgpu.gradients.0.{i}" for i in range(WEIGHTS)}
+GRADIENTS = {"kerasmgpu.gradients.0.0_to_3"}  # of the two dense layers below
 CONTROL = {"kerasmgpu.control.train"}
 
 
-def trained(sharding="batch", normalize=False, **compile_options):
+def trained(
+    sharding="batch", normalize=False, units=5, options=None, **compile_options
+):
     """A small model, after two steps."""
-    layers = [keras.Input((6,)), keras.layers.Dense(5)]
+    layers = [keras.Input((6,)), keras.layers.Dense(units)]
     layers += [keras.layers.BatchNormalization(scale=False, center=False)] * normalize
     model = keras.Sequential([*layers, keras.layers.Dense(1)])
     optimizer = keras.optimizers.SGD(0.1, **compile_options.pop("sgd", {}))
     model.compile(optimizer=optimizer, loss="mse", **compile_options)
-    model = kerasmgpu.HorovodStrategy(sharding=sharding).wrap(model)
+    model = kerasmgpu.HorovodStrategy(sharding=sharding, **(options or {})).wrap(model)
     model.fit(np.ones((8, 6)), np.ones(8), batch_size=4, epochs=1, verbose=0)
     return model
 
@@ -38,8 +40,33 @@ def collectives_of_a_step(*args, **options):
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("sharding", ["batch", "none"])
-def test_one_control_vector_and_one_message_a_gradient(sharding):
+def test_one_control_vector_and_one_message_for_small_gradients(sharding):
     assert collectives_of_a_step(sharding) == CONTROL | GRADIENTS
+
+
+@pytest.mark.world_size(2)
+def test_a_message_for_each_large_gradient():
+    units = BUCKET_BYTES // 4 // 6 + 1  # the first kernel only is too large
+    expected = {f"kerasmgpu.gradients.0.{name}" for name in ("0", "1_to_3")}
+    assert collectives_of_a_step(units=units) == CONTROL | expected
+
+
+@pytest.mark.world_size(2)
+def test_compressed_gradients_travel_together_too():
+    assert collectives_of_a_step(options={"gradient_compression": "fp16"}) == (
+        CONTROL | GRADIENTS
+    )
+    assert collectives_of_a_step(options={"gradient_compression": "bf16"}) == (
+        CONTROL
+        | {f"kerasmgpu.gradients.0.0_to_3.{part}" for part in ("pieces", "sums")}
+    )
+
+
+@pytest.mark.world_size(2)
+def test_adasum_looks_at_each_gradient():
+    assert collectives_of_a_step(options={"gradient_reduction": "adasum"}) == (
+        CONTROL | {f"kerasmgpu.gradients.0.{i}" for i in range(4)}
+    )
 
 
 @pytest.mark.world_size(2)

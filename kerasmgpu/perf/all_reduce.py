@@ -34,7 +34,6 @@ PLAIN_HOROVOD = {
     "HOROVOD_CYCLE_TIME": "1",
     "HOROVOD_FUSION_THRESHOLD": str(128 << 20),
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "0",
-    "OMPI_MCA_smsc": "cma",
     "KERASMGPU_KEEP_MEMORY": "0",
 }
 SECONDS_A_SIZE = 0.5

@@ -24,7 +24,7 @@ CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("HOROVOD_CYCLE_TIME", ("1", "5")),
     ("HOROVOD_FUSION_THRESHOLD", ("0", str(64 << 20))),
     ("OMPI_MCA_coll_tuned_allreduce_algorithm", ("4", "3")),
-    ("OMPI_MCA_smsc", ("cma",)),
+    ("OMPI_MCA_smsc", ("^cma",)),
     ("KERASMGPU_KEEP_MEMORY", ("0",)),
 )
 
