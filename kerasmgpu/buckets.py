@@ -10,7 +10,7 @@ and are small enough for the first to travel while the pass goes on (Li et al. 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -49,13 +49,18 @@ def fill(gradients: Sequence[Any], parts: Sequence[bool]) -> list[list[int]]:
     return buckets
 
 
-def reduce_together(
-    gradients: Sequence[tf.Tensor], reduce: Callable[[tf.Tensor], tf.Tensor]
-) -> list[tf.Tensor]:
-    """What `reduce`, of one dimension, makes of all these tensors joined, by tensor."""
-    flat = tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], 0)
-    sizes = [gradient.shape.num_elements() for gradient in gradients]
-    pieces = tf.split(reduce(flat), sizes)
+def join(gradients: Sequence[Any]) -> Any:
+    """A bucket's gradients in one flat tensor; a single one as it is."""
+    if len(gradients) == 1:
+        return gradients[0]
+    return tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], 0)
+
+
+def cut(joined: Any, gradients: Sequence[Any]) -> list[Any]:
+    """What `join` has joined, by gradient, in the shapes of these."""
+    if len(gradients) == 1:
+        return [joined]
+    pieces = tf.split(joined, [gradient.shape.num_elements() for gradient in gradients])
     return [
         tf.reshape(piece, gradient.shape)
         for piece, gradient in zip(pieces, gradients, strict=True)

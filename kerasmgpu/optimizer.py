@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -106,8 +105,38 @@ class Reducer:
             gradients: as in `reduce`.
             parts: whether each belongs to a part of a weight.
         """
+        weigh = self._weighing()
+        return [weigh(*both) for both in zip(gradients, parts, strict=True)]
+
+    def reduce(
+        self, gradients: Sequence[Any], parts: Sequence[bool], weighed: bool
+    ) -> list[Any]:
+        """Adds up gradients over ranks, each as soon as its bucket is there.
+
+        Args:
+            gradients: tensors, `tf.IndexedSlices` or None (left as it is). The same
+                kinds and shapes on every rank.
+            parts: whether each belongs to a part of a weight: it is added up over the
+                ranks that hold the same part.
+            weighed: whether `weigh` has been done; else it is done here, by bucket.
+        """
+        weigh = (lambda gradient, part: gradient) if weighed else self._weighing()
+        step = current_step()
+        reduced = list(gradients)
+        for bucket in self._buckets(gradients, parts):
+            part = parts[bucket[0]]
+            name = f"{self.name}.{_name_of(bucket)}"
+            own = buckets.join([gradients[position] for position in bucket])
+            total = self._reduce_one(weigh(own, part), step, name, part)
+            pieces = buckets.cut(total, [gradients[position] for position in bucket])
+            for position, piece in zip(bucket, pieces, strict=True):
+                reduced[position] = piece
+        return reduced
+
+    def _weighing(self) -> Callable[[Any, bool], Any]:
+        """Multiplies a gradient, given whether it belongs to a part of a weight."""
         if self.reduction != "mean":
-            return list(gradients)
+            return lambda gradient, part: gradient
         step = current_step()
         if step is None:
             weight = tf.constant(1.0 / groups().replicas, tf.float32)
@@ -122,36 +151,11 @@ class Reducer:
             fully = part or isinstance(gradient, tf.IndexedSlices)
             return _scaled(gradient, weight if fully else among_all)
 
-        return [weigh(*both) for both in zip(gradients, parts, strict=True)]
+        return weigh
 
-    def reduce(self, gradients: Sequence[Any], parts: Sequence[bool]) -> list[Any]:
-        """Adds up weighed gradients over ranks, each as soon as its bucket is there.
-
-        Args:
-            gradients: tensors, `tf.IndexedSlices` or None (left as it is). The same
-                kinds and shapes on every rank.
-            parts: whether each belongs to a part of a weight: it is added up over the
-                ranks that hold the same part.
-        """
-        step = current_step()
-        reduced = list(gradients)
-        for bucket in self._buckets(gradients, parts):
-            first = bucket[0]
-            reduce = functools.partial(
-                self._reduce_one,
-                step=step,
-                name=f"{self.name}.{_name_of(bucket)}",
-                part=parts[first],
-            )
-            if len(bucket) == 1:
-                reduced[first] = reduce(gradients[first])
-                continue
-            together = buckets.reduce_together([gradients[p] for p in bucket], reduce)
-            for position, gradient in zip(bucket, together, strict=True):
-                reduced[position] = gradient
-        return reduced
-
-    def _buckets(self, gradients: Sequence[Any], parts: Sequence[bool]) -> Any:
+    def _buckets(
+        self, gradients: Sequence[Any], parts: Sequence[bool]
+    ) -> list[list[int]]:
         if self.reduction == "adasum":  # it looks at each gradient's direction
             return [[position] for position in range(len(gradients))]
         return buckets.fill(gradients, parts)
@@ -238,12 +242,11 @@ class RankedOptimizer(_Base):
             parts = _which_are_parts(self, trainable_variables, len(own))
 
             def exchange() -> list[Any]:
-                weighed = reducer.weigh(own, parts)
                 if _accumulates(self):
-                    return weighed
+                    return reducer.weigh(own, parts)
                 inner = getattr(self, "inner_optimizer", self)
                 reducer.tables = table_allowed(inner, plain_class(inner))
-                return reducer.reduce(weighed, parts)
+                return reducer.reduce(own, parts, weighed=False)
 
             grads = timed("reduce", exchange, ready=list(own))
         outermost = not _weighed.get()
@@ -282,7 +285,7 @@ class RankedOptimizer(_Base):
             own = grads
             grads = timed(
                 "reduce",
-                lambda: reducer.reduce(own, [False] * len(own)),
+                lambda: reducer.reduce(own, [False] * len(own), weighed=True),
                 ready=list(own),
             )
         parts = _parts.get()

@@ -65,10 +65,10 @@ def test_every_gradient_is_in_one_bucket():
     assert len(found) < 70
 
 
-def test_together_and_apart_are_the_same():
+def test_what_is_joined_can_be_cut():
     gradients = [tf.random.normal(shape) for shape in ([2, 3], [], [4], [1, 0])]
-    together = buckets.reduce_together(gradients, lambda flat: 2.0 * flat)
-    for gradient, doubled in zip(gradients, together, strict=True):
+    doubled_ones = buckets.cut(2.0 * buckets.join(gradients), gradients)
+    for gradient, doubled in zip(gradients, doubled_ones, strict=True):
         np.testing.assert_array_equal(2.0 * gradient, doubled)
 
 

@@ -178,7 +178,11 @@ def exchange_at_root(optimizer: Any) -> None:
     from kerasmgpu.optimizer import Reducer
 
     class ServerReducer(Reducer):
-        def reduce(self, gradients: Sequence[Any], parts: Sequence[bool]) -> list[Any]:
+        def reduce(
+            self, gradients: Sequence[Any], parts: Sequence[bool], weighed: bool
+        ) -> list[Any]:
+            if not weighed:
+                gradients = self.weigh(gradients, parts)
             return [
                 sum_at_root(gradient, f"{self.name}.{position}")
                 for position, gradient in enumerate(gradients)
